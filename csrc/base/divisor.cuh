@@ -25,6 +25,7 @@ class Divisor {
     const unsigned quotient = uint64_t{n} * multiplier_ >> shift_;
     return {quotient, n - quotient * d_};
   }
+  __device__ __forceinline__ unsigned divisor() const { return d_; }
 
  private:
   unsigned d_, shift_, multiplier_;

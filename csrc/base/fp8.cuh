@@ -26,10 +26,16 @@ struct alignas(N * sizeof(T) < 16 ? N * sizeof(T) : 16) Vec {
     if constexpr (std::is_same_v<T, float>) return __uint_as_float(word);
     if constexpr (std::is_same_v<T, __nv_bfloat16>) return __uint_as_float(word << 16);
     if constexpr (std::is_same_v<T, __half>) return __half2float(__ushort_as_half(uint16_t(word)));
+    if constexpr (std::is_same_v<T, __nv_fp8_e4m3>) {
+      const auto byte = __nv_fp8_storage_t(words[i / kPerWord] >> i % kPerWord * 8);
+      return __half2float(__nv_cvt_fp8_to_halfraw(byte, __NV_E4M3));
+    }
   }
   __device__ __forceinline__ void Set(int i, T value) {  // of zeros
     if constexpr (sizeof(T) == 4)
       words[i] = __builtin_bit_cast(uint32_t, value);
+    else if constexpr (sizeof(T) == 1)
+      words[i / kPerWord] |= Word(__builtin_bit_cast(uint8_t, value)) << i % kPerWord * 8;
     else
       words[i / kPerWord] |= Word(__builtin_bit_cast(uint16_t, value)) << i % kPerWord * 16;
   }

@@ -189,11 +189,27 @@ Status LaunchPermuteBlock(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Ar
                           Ret data_t, Ret scale_inv, Ret scale_inv_t, int64_t topk, bool power_2,
                           double epsilon);
 
+// As LaunchPermute and LaunchPermuteBlock, of x in E4M3 times scales? f32 [h/128, m...], a tensor in bf16.
+// addresses? u32 [d, 2], without scales and weights: where x of each device is; tokens of all are numbered
+// one device after the other.
+Status LaunchPermuteFp8(cudaStream_t stream, Arg x, Arg scales, Arg slots, Arg offsets, Arg weights,
+                        Arg addresses, Arg scale, Ret rows, Ret data, Ret data_t, Ret amax, Ret amax_partials,
+                        int64_t topk);
+Status LaunchPermuteFp8Block(cudaStream_t stream, Arg x, Arg scales, Arg slots, Arg offsets, Arg weights,
+                             Arg addresses, Ret data, Ret data_t, Ret scale_inv, Ret scale_inv_t,
+                             int64_t topk, bool power_2, double epsilon);
+
 // The sum of each token's rows, times their weights. rows [r, h], positions i32 [m..., k], below 0 where
-// there is no row, weights? f32 [m..., k] -> y [m..., h]. Its gradient: dy [m..., h] -> dweights f32 [m...,
-// k].
-Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y);
-Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Ret dweights);
+// there is no row, weights? f32 [m..., k] -> y [m..., h]. addresses? u32 [d, 2]: where rows of each device
+// are; those of all are numbered one device after the other. The gradient: dy [m..., h], or in E4M3 and then
+// times scales f32 [h/128, m...] with rows in bf16 -> dweights f32 [m..., k].
+Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Arg addresses, Ret y);
+Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Arg scales, Ret dweights);
+
+// Where an array is, for other devices: a -> the same array, in place, and address u32 [2], its low word
+// first. And y in place, once `after` is there: the array `kept` is not freed before.
+Status LaunchAddress(cudaStream_t stream, Arg a, Ret same, Ret address);
+Status LaunchKeep(cudaStream_t stream, Arg y, Arg kept, Arg after, Ret same);
 
 // The activation and its gradient over rows in groups, rounded to x's type and then quantized with a scale
 // for each block of 128. Operands as of LaunchActivationGrouped* -> data?, data_t? as there, scale_inv? f32

@@ -147,12 +147,22 @@ constexpr int kCombineThreads = 128;
 
 template <typename T>
 struct CombineArgs {
-  const T* rows;         // [buffer, n]
-  const int* positions;  // [tokens, topk]: the row of each choice, below 0 where it has none
+  const T* rows;          // [buffer, n]
+  const uint64_t* peers;  // [devices], where rows of each device are, or nullptr
+  Divisor buffer;
+  const int* positions;  // [tokens, topk]: the row of each choice, below 0 where it has none; with peers the
+                         // device's number times the buffer, and its row
   float* weights;        // [tokens, topk] or nullptr; the gradient is written
   T* y;                  // [tokens, n]; its gradient is read
   int64_t n;
   int topk;
+
+  // The row at a position, which is not below 0.
+  __device__ __forceinline__ const T* At(int position) const {
+    if (!peers) return rows + position * n;
+    const Split at = buffer.Of(position);
+    return reinterpret_cast<const T*>(peers[at.quotient]) + at.rest * n;
+  }
 };
 
 // A CTA adds up the rows of a token, in the order of its choices.
@@ -167,7 +177,8 @@ __global__ void __launch_bounds__(kCombineThreads) te_combine(const CombineArgs<
 #pragma unroll 4
     for (int choice = 0; choice < a.topk; ++choice) {
       const int position = positions[choice];
-      const auto row = LoadRow<kVectors>(a.rows + position * a.n + column, position < 0 ? 0 : columns);
+      Vec<T, 8> row{};
+      if (position >= 0) row = LoadRow<kVectors>(a.At(position) + column, columns);
       const float weight = position < 0 ? 0.f : weights ? weights[choice] : 1.f;
 #pragma unroll
       for (int j = 0; j < 8; ++j) sums[j] += weight * row[j];
@@ -176,50 +187,57 @@ __global__ void __launch_bounds__(kCombineThreads) te_combine(const CombineArgs<
   }
 }
 
-// A warp of a token's CTA for each of its choices, in turns: dy times the row.
-template <typename T, bool kVectors>
-__global__ void __launch_bounds__(kCombineThreads) te_combine_bwd(const CombineArgs<T> a) {
+// A warp of a token's CTA for each of its choices, in turns: dy, in T or in E4M3 times scales [n / 128,
+// tokens], times the row.
+template <typename T, bool kVectors, typename Dy = T>
+__global__ void __launch_bounds__(kCombineThreads)
+    te_combine_bwd(const CombineArgs<T> a, const float* scales = nullptr) {
   const int64_t token = blockIdx.x;
-  const T* dy = a.y + token * a.n;
+  const Dy* dy = reinterpret_cast<const Dy*>(a.y) + token * a.n;
   for (int choice = WarpIndex(); choice < a.topk; choice += kCombineThreads / 32) {
     const int position = a.positions[token * a.topk + choice];
     const T* row = a.rows + position * a.n;
     float sum = 0.f;
     for (int64_t column = Lane() * 8; position >= 0 && column < a.n; column += 32 * 8) {
       const int columns = int(min(a.n - column, int64_t{8}));
-      const auto left = LoadRow<kVectors, true>(dy + column, columns),
-                 right = LoadRow<kVectors>(row + column, columns);
+      const auto left = LoadRow<kVectors, true>(dy + column, columns);
+      const auto right = LoadRow<kVectors>(row + column, columns);
+      const float scale = sizeof(Dy) == 1 ? scales[column / 128 * gridDim.x + token] : 1.f;
 #pragma unroll
-      for (int j = 0; j < 8; ++j) sum += left[j] * right[j];
+      for (int j = 0; j < 8; ++j) sum += left[j] * scale * right[j];
     }
     sum = WarpSum(sum);
     if (Lane() == 0) a.weights[token * a.topk + choice] = sum;
   }
 }
 
-// In the backward pass y and weights are their gradients.
-template <bool kBackward>
-Status Combine(cudaStream_t stream, const char* op, const Tensor& rows, const Tensor& positions,
-               const Tensor& weights, const Tensor& y) {
+// What both passes check; y is dy in the backward pass.
+Status ExpectCombine(const char* op, const Tensor& rows, const Tensor& positions, const Tensor& weights,
+                     const Tensor& y, bool backward, bool fp8 = false) {
   TE_TRY(ExpectRank(op, "rows", rows, 2, true));
   TE_TRY(ExpectRank(op, "positions", positions, 1));
   const Axes choices(positions), tokens = choices.Without(1);
-  const int64_t n = Axes(rows).last();
-  TE_TRY(Expect(op, {{"rows", rows, kFloats, Axes(rows)},
-                     {"positions", positions, S32, choices},
-                     {kBackward ? "dweights" : "weights", weights, F32, choices, RequiredIf(kBackward)},
-                     {kBackward ? "dy" : "y", y, rows.type, tokens + Axes{n}}}));
-  if (!Present(y)) return kBackward ? Zero(stream, {weights}) : Status{};
-  return DispatchFloat(rows.type, [&]<typename T>() -> Status {
-    const CombineArgs<T> args{Data<T>(rows),      Data<int>(positions), Data<float>(weights), Data<T>(y), n,
-                              int(choices.last())};
-    const bool vectors = n % 8 == 0 && Aligned(args.rows) && Aligned(args.y);
-    constexpr auto kKernel = kBackward ? te_combine_bwd<T, false> : te_combine<T, false>;
-    constexpr auto kOfVectors = kBackward ? te_combine_bwd<T, true> : te_combine<T, true>;
-    const auto kernel = vectors ? kOfVectors : kKernel;
-    kernel<<<unsigned(tokens.count()), kCombineThreads, 0, stream>>>(args);
-    TE_LAUNCHED();
-  });
+  return Expect(op,
+                {{"rows", rows, fp8 ? Types(BF16) : kFloats, Axes(rows)},
+                 {"positions", positions, S32, choices},
+                 {backward ? "dweights" : "weights", weights, F32, choices, RequiredIf(backward)},
+                 {backward ? "dy" : "y", y, fp8 ? F8E4M3FN : rows.type, tokens + Axes{Axes(rows).last()}}});
+}
+
+template <typename T>
+CombineArgs<T> ArgsOf(const Tensor& rows, const Tensor& addresses, const Tensor& positions,
+                      const Tensor& weights, const Tensor& y) {
+  const Divisor buffer(unsigned(std::max<int64_t>(rows.sizes[0], 1)));
+  return {Data<T>(rows),        Data<uint64_t>(addresses), buffer,        Data<int>(positions),
+          Data<float>(weights), static_cast<T*>(y.data),   rows.sizes[1], int(Axes(positions).last())};
+}
+
+template <typename T, typename Dy>
+Status RunCombineBwd(cudaStream_t stream, const CombineArgs<T>& args, int64_t tokens, const float* scales) {
+  const bool vectors = args.n % 8 == 0 && Aligned(args.rows) && Aligned(args.y);
+  const auto kernel = vectors ? te_combine_bwd<T, true, Dy> : te_combine_bwd<T, false, Dy>;
+  kernel<<<unsigned(tokens), kCombineThreads, 0, stream>>>(args, scales);
+  TE_LAUNCHED();
 }
 
 }  // namespace
@@ -276,12 +294,36 @@ Status LaunchPermute(cudaStream_t stream, Arg x, Arg slots, Arg offsets, Arg wei
   return Finish(stream, arrays.totals);
 }
 
-Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Ret y) {
-  return Combine<false>(stream, "te_combine", rows, positions, weights, y);
+Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Arg addresses, Ret y) {
+  const char* op = "te_combine";
+  TE_TRY(ExpectCombine(op, rows, positions, weights, y, false));
+  TE_TRY(ExpectAddresses(op, addresses, rows.sizes[0]));
+  if (!Present(y)) return {};
+  return DispatchFloat(rows.type, [&]<typename T>() -> Status {
+    const auto args = ArgsOf<T>(rows, addresses, positions, weights, y);
+    const bool vectors = args.n % 8 == 0 && Aligned(args.rows) && Aligned(args.y);
+    const auto kernel = vectors ? te_combine<T, true> : te_combine<T, false>;
+    const auto tokens = unsigned(Axes(positions).Without(1).count());
+    kernel<<<tokens, kCombineThreads, 0, stream>>>(args);
+    TE_LAUNCHED();
+  });
 }
 
-Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Ret dweights) {
-  return Combine<true>(stream, "te_combine_bwd", rows, positions, dweights, dy);
+Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Arg scales, Ret dweights) {
+  const char* op = "te_combine_bwd";
+  const bool fp8 = Present(scales);
+  TE_TRY(ExpectCombine(op, rows, positions, dweights, dy, true, fp8));
+  const Axes tokens = Axes(positions).Without(1);
+  TE_TRY(Expect(op, {{"scales", scales, F32, Axes{CeilDiv(Axes(rows).last(), 128)} + tokens, kOptional}}));
+  if (!Present(dy)) return Zero(stream, {dweights});
+  if (fp8)
+    return RunCombineBwd<__nv_bfloat16, __nv_fp8_e4m3>(
+        stream, ArgsOf<__nv_bfloat16>(rows, kNone, positions, dweights, dy), tokens.count(),
+        Data<float>(scales));
+  return DispatchFloat(rows.type, [&]<typename T>() {
+    return RunCombineBwd<T, T>(stream, ArgsOf<T>(rows, kNone, positions, dweights, dy), tokens.count(),
+                               nullptr);
+  });
 }
 
 }  // namespace te

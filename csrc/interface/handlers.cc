@@ -36,8 +36,12 @@ TE_HANDLER(te_router_bwd, LaunchRouterBwd, "topk", "sigmoid", "scores_first", "n
 TE_HANDLER(te_group, LaunchGroup, "num_experts", "buffer");
 TE_HANDLER(te_permute, LaunchPermute, "topk");
 TE_HANDLER(te_permute_block, LaunchPermuteBlock, "topk", "power_2", "epsilon");
+TE_HANDLER(te_permute_fp8, LaunchPermuteFp8, "topk");
+TE_HANDLER(te_permute_fp8_block, LaunchPermuteFp8Block, "topk", "power_2", "epsilon");
 TE_HANDLER(te_combine, LaunchCombine);
 TE_HANDLER(te_combine_bwd, LaunchCombineBwd);
+TE_HANDLER(te_address, LaunchAddress);
+TE_HANDLER(te_keep, LaunchKeep);
 TE_HANDLER(te_gemm_grouped, LaunchGemmGrouped, "outer", "fast_accum");
 TE_HANDLER(te_gemm_grouped_wgrad, LaunchGemmGroupedWgrad, "fast_accum", "slots", "slot");
 TE_HANDLER(te_gemm_grouped_paired, LaunchGemmGroupedPaired, "e5m2", "fast_accum", "slot");

@@ -64,6 +64,17 @@ nb::list GemmPlanDicts() {
   return plans;
 }
 
+// Whether each GPU can read the memory of all others.
+bool PeerAccess() {
+  int devices = 0, can = 1;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess) return false;
+  for (int i = 0; i < devices * devices; ++i)
+    if (i / devices != i % devices &&
+        (cudaDeviceCanAccessPeer(&can, i / devices, i % devices) != cudaSuccess || !can))
+      return false;
+  return true;
+}
+
 }  // namespace
 }  // namespace te
 
@@ -72,6 +83,7 @@ NB_MODULE(_cuda, m) {
   m.def("ffi_api_version", [] { return nb::make_tuple(XLA_FFI_API_MAJOR, XLA_FFI_API_MINOR); });
   m.def("set_library_path", &te::dl::SetLibraryPath, "soname"_a, "path"_a);
   m.def("versions", &te::Versions);
+  m.def("peer_access", &te::PeerAccess);
   m.def("gemm_plans", &te::GemmPlanDicts);
   m.def("tune_all_gemms", &te::TuneAllGemms, "on"_a);
   m.def("check_gemm_plan", &te::CheckGemmPlan, "device"_a, "key"_a, "algo"_a);

@@ -104,6 +104,12 @@ def compute_capability() -> str | None:
 
 
 @functools.cache
+def has_peer_access() -> bool:
+    """Whether each GPU of this process can read the others' memory; also without a GPU."""
+    return not has_cuda_device() or load().peer_access()
+
+
+@functools.cache
 def is_built_for(arch: str) -> bool:
     """Whether the extension has machine code for an architecture, such as "90a"; also where there is no extension."""
     return not is_built() or f"{arch}-real" in status().architectures

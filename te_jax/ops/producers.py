@@ -3,14 +3,15 @@
 
 The results of such an op come in this order; an op has those that its producer and its format know:
 
-the tensor itself   in the type of the first operand, by the producer's name for it; of formats with one scale
-data, data_t        FP8: saturate(f32 tensor * scale), and the transpose. Blocks are of the tensor in the type of the
-                    first operand, and each layout has the blocks along the axis that its product contracts
+the tensor itself   in its type, which is the first operand's where none is declared, by the producer's name for it; of
+                    formats with one scale
+data, data_t        FP8: saturate(f32 tensor * scale), and the transpose. Blocks are of the tensor in its type, and
+                    each layout has the blocks along the axis that its product contracts
 inverse scales      of blocks: what data and data_t are multiplied by, as `ScaleFormat.rule_of_inverses` says
 further results     of the producer
 amax                f32[]: max |f32 tensor|; NaN or inf where it has one; of formats with one scale
 dbias               f32: the sum over the rows, for the gradient of a bias; where a kernel writes blocks, of the tensor
-                    in the type of the first operand
+                    in its type
 scale_inv           f32[]: 1 / scale
 
 Its attributes are the producer's, `dtype`, the FP8 type as a jnp.dtype, and the format's: `power_2` and `epsilon` as of
@@ -56,6 +57,7 @@ class Producer:
               computed, with `split` for the number of axes in *lead and *m.
     split:    (the tensor, **attributes) -> how many axes *lead has, and *lead and *m.
     tensor:   the name of the result that is the tensor itself; "" where an operand is.
+    type:     its type, where that is none of the first operand's.
     again:    operands of formats with one scale: other results, `known_` and their name, that a call need not compute.
     more:     the rule of the other results; {may} stands for ? where there is `again`.
     lead:     axes whose entries have a scale each.
@@ -80,6 +82,7 @@ class Producer:
     split: Callable[..., tuple[int, int]]
     slots: str = ""
     tensor: str = ""
+    type: Any = None
     again: str = ""
     more: str = ""
     lead: str = ""
@@ -144,7 +147,7 @@ def _reference_of(p: Producer, forms: tuple[ScaleFormat, ...], names: list[str],
             attrs["split"] = attrs.pop("lead") + 1
         *operands, scale = operands if not form.block else (*operands, None)
         y, more = p.value(*operands, **attrs)
-        own_type = operands[0].dtype
+        own_type = p.type or operands[0].dtype
         lead, split = p.split(y, **attrs)
         owners = p.owners(*operands) if p.owners else None
         if form.block:
@@ -208,7 +211,7 @@ def declare(p: Producer, *forms: ScaleFormat) -> Op:
 
     def dtypes(*types, dtype, **attrs):
         p.check(name, *types, **attrs)
-        known = {p.tensor: types[0], "data": fp8_type(name, dtype), "data_t": dtype}
+        known = {p.tensor: p.type or types[0], "data": fp8_type(name, dtype), "data_t": dtype}
         known |= dict.fromkeys(inverses, form.scale_dtype)
         return tuple(known.get(each, jnp.float32) for each in names)
 

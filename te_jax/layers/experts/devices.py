@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 import jax
 from jax.sharding import AxisType, PartitionSpec
 
+from te_jax.core import extension
 from te_jax.core.check import NONE, Kind, KnownFields, check, number, one_of
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
-from te_jax.layers.experts.exchange import STRATEGIES, WHOLE, Exchange
+from te_jax.layers.experts.exchange import PEER_ACCESS, STRATEGIES, WHOLE, Exchange
 from te_jax.ops.formats import ceil_div
 from te_jax.sharding.constraints import entries
 from te_jax.sharding.logical_axes import batch_axes
@@ -28,8 +29,10 @@ class ExpertExchange(KnownFields):
     """How tokens reach the devices of their experts, where a mesh axis divides the experts.
 
     strategy: "all_gather": every device gets the tokens of all. "all_to_all": each device sends each other one a block
-              of the tokens that have an expert there. "auto": all_gather without block_factor, else whichever sends
-              fewer bytes.
+              of the tokens that have an expert there. "peer_access": as all_gather, but what experts made of a token is
+              read from their devices' memory where it is wanted, and tokens likewise where few experts are chosen;
+              for GPUs of one process that have access to each other's memory. "auto": all_gather without
+              block_factor, else whichever sends fewer bytes.
     block_factor: a block has places for ceil(block_factor T k / devices) tokens, at most T, of T tokens of a device
               that choose k experts each. A token takes one place in the block of a device, however many of its experts
               are there. What finds no place is dropped. all_to_all needs it; T k / devices is the mean for even loads.
@@ -54,9 +57,9 @@ class ExpertExchange(KnownFields):
                 f"{name}: strategy is 'all_to_all', but block_factor is None, and blocks need a size; pass a number, "
                 "such as 2.0 for twice the mean."
             )
-        if self.strategy == "all_gather" and self.block_factor is not None:
+        if self.strategy in ("all_gather", PEER_ACCESS) and self.block_factor is not None:
             raise ValueError(
-                f"{name}: strategy is 'all_gather', which has no blocks, but block_factor is {self.block_factor}; "
+                f"{name}: strategy is {self.strategy!r}, which has no blocks, but block_factor is {self.block_factor}; "
                 "leave it None."
             )
 
@@ -214,6 +217,8 @@ def find_exchange(
     block, strategy = tokens, options.strategy
     if options.block_factor is not None:
         block = min(tokens, ceil_times(options.block_factor, mean, owners))
+    if strategy == PEER_ACCESS:
+        _check_peer_access()
     if not axes or tokens == 0:
         strategy, devices, block = WHOLE, 1, tokens
     elif strategy == "auto":
@@ -221,7 +226,26 @@ def find_exchange(
     pairs = devices * block * min(topk, experts)
     if options.rows_factor is not None:
         pairs = min(pairs, max(1, ceil_times(options.rows_factor, mean * devices, owners)))
-    return Exchange(axes, devices, placement.experts, sharing, experts, experts * owners, strategy, block, pairs)
+    direct = strategy == PEER_ACCESS and sharing == 1 and _reads_few(topk, devices)
+    return Exchange(
+        axes, devices, placement.experts, sharing, experts, experts * owners, strategy, block, pairs, direct
+    )
+
+
+def _check_peer_access():
+    processes = jax.process_count()
+    if processes > 1 or not extension.has_peer_access():
+        found = f"there are {processes} processes" if processes > 1 else "these have none"
+        raise ValueError(
+            f"ExpertExchange: strategy is {PEER_ACCESS!r}, for GPUs of one process that have access to each other's "
+            f"memory, but {found}; pass 'all_gather'."
+        )
+
+
+def _reads_few(topk: int, devices: int) -> bool:
+    """Whether a token has hardly more rows on other devices than it has other devices, choices being even."""
+    rows, reached = topk * (1 - 1 / devices), (devices - 1) * (1 - (1 - 1 / devices) ** topk)
+    return rows <= 1.5 * reached
 
 
 def ceil_times(factor: float, count: int, by: int) -> int:

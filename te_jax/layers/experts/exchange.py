@@ -17,6 +17,7 @@ from jax import lax
 
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import like
+from te_jax.ops.experts.peers import combine_of_peers
 from te_jax.ops.experts.permute import Groups, buffer_rows, combine_op, group
 
 
@@ -32,6 +33,7 @@ class Exchange(NamedTuple):
     strategy: str  # a key of STRATEGIES
     block: int  # tokens that a device sends to each other one at most
     pairs: int  # of a token and a choice that a device has rows for at most
+    direct: bool = False  # rows of experts are read from their devices' memory, instead of sums of a token's rows
 
     @property
     def received(self) -> int:
@@ -52,6 +54,8 @@ class Sent(NamedTuple):
     slots: jax.Array | None  # i32[devices, C]: this device's token in each place, T where there is none
     places: jax.Array | None  # i32[T, devices]: the place of each token among all; -1 where there is none
     dropped: jax.Array  # i32[experts]: the pairs of each expert here that found no place
+    # Of memory that others read: i32[T, k], the row of each choice among those of all devices; -1 where there is none
+    positions: jax.Array | None = None
 
 
 _Way = Callable[[jax.Array, Sent, Exchange], jax.Array]
@@ -74,10 +78,12 @@ def plan(experts: jax.Array, exchange: Exchange) -> Sent:
     return sent._replace(experts=jnp.where(has_row, mine, -1), dropped=sent.dropped + lost)
 
 
-def group_sent(sent: Sent, exchange: Exchange) -> Groups:
-    """The rows of the tokens that came here, in the order of this device's experts."""
+def group_sent(sent: Sent, exchange: Exchange) -> tuple[Groups, Sent]:
+    """The rows of the tokens that came here, in the order of this device's experts; and `sent`, which knows of those of
+    other devices what this one will read."""
     groups = group(sent.experts, exchange.experts)
-    return groups._replace(slots=groups.slots[: exchange.rows])  # no row lies behind
+    groups = groups._replace(slots=groups.slots[: exchange.rows])  # no row lies behind
+    return groups, _strategy(exchange).find(groups, sent, exchange)
 
 
 def dispatch(a: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
@@ -178,19 +184,45 @@ def _send_blocks(a, sent, exchange, fill=0):
 
 def _add_blocks(a, sent, exchange):
     back = lax.all_to_all(a, exchange.axes, 0, 0, tiled=True)
-    return combine_op(back, sent.places, None)[0]
+    return combine_op(back, sent.places, None, None)[0]
+
+
+# -- memory that other devices read ----------------------------------------------------------------------------
+
+_READ_FROM = 512  # bytes of a row; fewer are sent as `all_gather` sends them
+
+
+def _find_rows(groups, sent, exchange):
+    """Each device knows the rows of its own tokens on all devices."""
+    tokens = sent.experts.shape[0] // exchange.devices
+    shares = groups.rows.reshape(exchange.devices, tokens, -1)
+    rows = lax.all_to_all(shares, exchange.axes, 0, 0, tiled=True)
+    device = jnp.arange(exchange.devices, dtype=jnp.int32)
+    positions = jnp.max(jnp.where(rows >= 0, device[:, None, None] * exchange.rows + rows, -1), 0)
+    mine = lax.axis_index(exchange.axes) * tokens + jnp.arange(tokens, dtype=jnp.int32)
+    sums = device * exchange.received + mine[:, None]
+    return sent._replace(positions=positions, places=jnp.where(jnp.any(rows >= 0, -1).T, sums, -1))
+
+
+def _read_sums(a, sent, exchange):
+    if a.shape[-1] * a.dtype.itemsize < _READ_FROM:
+        return _add_shares(a, sent, exchange)
+    return combine_of_peers(a, sent.places, None, exchange.axes)
 
 
 class _Strategy(NamedTuple):
     plan: Callable[[jax.Array, Exchange], Sent]
     dispatch: Callable[[Any, Sent, Exchange], Any]
     collect: Callable[[Any, Sent, Exchange], Any]
+    find: Callable[[Groups, Sent, Exchange], Sent] = lambda groups, sent, exchange: sent
 
 
+PEER_ACCESS = "peer_access"
 WHOLE = "whole"
 STRATEGIES = {
     "all_gather": _Strategy(_plan_of_all, _gather_tokens, _add_shares),
     "all_to_all": _Strategy(_plan_of_blocks, _send_blocks, _add_blocks),
+    PEER_ACCESS: _Strategy(_plan_of_all, _gather_tokens, _read_sums, _find_rows),
 }
 
 

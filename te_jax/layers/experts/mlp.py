@@ -20,7 +20,7 @@ from te_jax.core.types import like
 from te_jax.layers.config import Config
 from te_jax.layers.experts.exchange import Exchange, Sent, collect, dispatch
 from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at
-from te_jax.layers.experts.wire import receive_gradient, receive_rows
+from te_jax.layers.experts.wire import Received, receive_gradient, receive_rows
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Fp8Tensor, LayerUses
@@ -37,9 +37,10 @@ from te_jax.layers.vjp import (
 )
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.paired import is_pairable, paired_activation_grad_source
-from te_jax.ops.experts.permute import Groups, combine_bwd_op, combine_op, permute_source
+from te_jax.ops.experts.peers import combine_of_peers
+from te_jax.ops.experts.permute import Groups, combine_bwd_op, combine_op, permute_fp8_source, permute_source
 from te_jax.ops.experts.rows import dbias_of_experts, grouped_activation_source
-from te_jax.ops.formats import format_of
+from te_jax.ops.formats import ROWS_128, format_of
 from te_jax.ops.source import Source
 
 
@@ -75,22 +76,34 @@ class ExpertStatic(NamedTuple):
         return [slice(end - count, end) for end, count in zip(ends, self.slots)]
 
 
-def rows_source(x: jax.Array, groups: Groups, weights: jax.Array | None = None) -> Source:
+def rows_source(x: jax.Array | Received, groups: Groups, weights: jax.Array | None = None) -> Source:
     """x [*B, H] in the buffer of groups, times the weights [*B, k] of its rows. A probe counts each token once, or with
     weights once for each of its experts, and neither the rows that pad groups nor the tail."""
 
+    in_fp8 = isinstance(x, Received)
+
     def tokens():
-        has_row = groups.rows >= 0
+        has_row, values = groups.rows >= 0, ROWS_128.read(x.data, x.scales, 1) if in_fp8 else x
         if weights is None:
-            return jnp.where(jnp.any(has_row, -1, keepdims=True), x, 0)
-        return jnp.where(has_row[..., None], x[..., None, :].astype(jnp.float32) * weights[..., None], 0)
+            return jnp.where(jnp.any(has_row, -1, keepdims=True), values, 0)
+        return jnp.where(has_row[..., None], values[..., None, :].astype(jnp.float32) * weights[..., None], 0)
 
-    return permute_source(x, groups, weights)._replace(elements=tokens)
+    source = permute_fp8_source(x.data, groups, x.scales, weights) if in_fp8 else permute_source(x, groups, weights)
+    return source._replace(elements=tokens)
 
 
-def rows_of_tokens(rows: jax.Array, groups: Groups) -> jax.Array:
-    """[*B, ...]: the sum of a token's rows of [R, ...]; 0 where it has none."""
-    return combine_op(rows, groups.rows, None)[0]
+def rows_of_tokens(rows: jax.Array, groups: Groups, weights: jax.Array | None = None) -> jax.Array:
+    """[*B, ...]: the sum of a token's rows of [R, ...], times the weights [*B, k]; 0 where it has none."""
+    return combine_op(rows, groups.rows, weights, None)[0]
+
+
+def _add_rows(rows, routed: "Routed", weights, of_all, static: "ExpertStatic", kept=()) -> jax.Array:
+    """[*B, H]: the sum of the rows [R, H] of each token of this device, times weights [*B, k], or those of_all tokens
+    that are here. kept: as of `receive_rows`."""
+    exchange = static.exchange
+    if exchange is not None and exchange.direct:
+        return combine_of_peers(rows, routed.sent.positions, weights, exchange.axes, kept)
+    return _back(rows_of_tokens(rows, routed.groups, of_all), routed, static)
 
 
 def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, train: bool, need_wgrad):
@@ -98,8 +111,8 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     experts' outputs, and the weights of the tokens that are here."""
     (x, weights, wi, wo), groups = operands, routed.groups
     uses = LayerUses.of(static.wi.recipe, train, need_wgrad[0])
-    q0 = _rows_of_tokens_here(x, routed, Role("x", wi.metas.x, uses.x, static.wi.x), static)
-    weights = weights if routed.sent is None else dispatch(weights, routed.sent, static.exchange)
+    q0, kept = _rows_of_tokens_here(x, routed, Role("x", wi.metas.x, uses.x, static.wi.x), static)
+    of_all = weights if routed.sent is None else dispatch(weights, routed.sent, static.exchange)
     parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
     each = [grouped_fprop(q0, w, bias(span), groups, static.wi) for w, span in zip(parts, static.spans())]
@@ -112,17 +125,17 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
     w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
     rows = grouped_fprop(q1, w1, wo.bias, groups, static.wo)
-    y = _back(combine_op(rows, groups.rows, weights)[0], routed, static)
-    return y, (q0, parts), (q1, (w1,)), z, rows, weights
+    y = _add_rows(rows, routed, weights, of_all, static, kept)
+    return y, (q0, parts), (q1, (w1,)), z, rows, of_all
 
 
-def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) -> Fp8Tensor:
-    """The rows of x as GEMMs read them."""
+def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) -> tuple[Fp8Tensor, tuple[Any, ...]]:
+    """The rows of x as GEMMs read them; and what `receive_rows` wants to be kept."""
     if routed.sent is None:
-        return produce(rows_source(x, routed.groups), role, static.wi)[0]
+        return produce(rows_source(x, routed.groups), role, static.wi)[0], ()
     if role.uses.wide:  # a GEMM that the recipe takes out of FP8 reads it as it is
         x = dispatch(x, routed.sent, static.exchange)
-        return produce(rows_source(x, routed.groups), role, static.wi)[0]
+        return produce(rows_source(x, routed.groups), role, static.wi)[0], ()
     return receive_rows(x, routed.groups, routed.sent, role, static.wi, static.exchange)
 
 
@@ -167,7 +180,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
         dy, z, rows = lax.optimization_barrier((dy, z, rows))
     dweights = None
     if rows.size:
-        dweights = like(_back(combine_bwd_op(dy, rows.astype(dy.dtype), groups.rows)[0], routed, static), weights)
+        dweights = like(_back(_weights_grad(dy, rows, groups), routed, static), weights)
     grad, dbias = quantize_rows_grad(dy, weights, second, groups, static.wo)
     (w1,) = second.weight
     da = grouped_dgrad(grad, w1, groups, static.wo)
@@ -178,19 +191,27 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     grad, dbias = quantize_activation_grad(source, z, first, static.wi, in_one_array=in_one_array)
     spans = static.spans()
     each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi, s.start) for w, s in zip(first.weight, spans)]
-    dx = like(_back(rows_of_tokens(reduce(jnp.add, each), groups), routed, static), static.wi.x)
+    dx = like(_add_rows(reduce(jnp.add, each), routed, None, None, static), static.wi.x)
     of_parts = [range(span.start, span.stop) for span in spans]
     dwi = _differentiate(first, grad, dbias, groups, static.wi, of_parts)
     return ExpertOperands(dx, dweights, dwi, dwo), None
 
 
+def _weights_grad(dy: jax.Array | Received, rows: jax.Array, groups: Groups) -> jax.Array:
+    """f32[*B, k]: the gradient of y [*B, O] times each row of a token."""
+    if isinstance(dy, Received):
+        return combine_bwd_op(dy.data, rows.astype(jnp.bfloat16), groups.rows, dy.scales)[0]
+    return combine_bwd_op(dy, rows.astype(dy.dtype), groups.rows, None)[0]
+
+
 def quantize_rows_grad(
-    dy: jax.Array, weights: jax.Array | None, saved: Saved, groups: Groups, config: Config
+    dy: jax.Array | Received, weights: jax.Array | None, saved: Saved, groups: Groups, config: Config
 ) -> tuple[Fp8Tensor, jax.Array | None]:
     """The gradient of the rows [R, O], from dy [*B, O] and the weights of `rows_source`, as the GEMMs read it, and the
     gradient of the bias, if there is one."""
     uses, has_bias = LayerUses.of(config.recipe, train=True, wgrad=saved.needs_wgrad).grad, config.bias is not None
-    role = Role("grad", saved.metas.grad, uses, jax.typeof(dy))
+    aval = jax.typeof(dy.data if isinstance(dy, Received) else dy)
+    role = Role("grad", saved.metas.grad, uses, aval)
     grad, got = produce(rows_source(dy, groups, weights), role, config, ("rows",) if has_bias else ())
     if not has_bias:
         return grad, None

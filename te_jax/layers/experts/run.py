@@ -102,7 +102,7 @@ def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Arra
     h, weights, experts = map(flat, inputs[:3])
     held = arrays_of(inputs.wi)[0].shape[0]
     exchange = find_exchange(placement, run.options.exchange, h.shape[0], experts.shape[-1], held)
-    sent = with_names(plan(experts, exchange), STATISTICS)
+    sent = plan(experts, exchange)
     if inputs.wo_bias is not None and placement.hidden:  # once, not with each part of F
         is_first = lax.axis_index(placement.hidden) == 0
         inputs = inputs._replace(wo_bias=jnp.where(is_first, inputs.wo_bias, 0))
@@ -119,7 +119,8 @@ def _run_experts_on(run: ExpertRun, inputs: ExpertInputs, exchange: Exchange | N
     if exchange is None:
         groups = group(inputs.experts, arrays_of(inputs.wi)[0].shape[0])
     else:
-        groups = group_sent(sent, exchange)
+        groups, sent = group_sent(sent, exchange)
+        sent = with_names(sent, STATISTICS)
     routed = Routed(with_names(groups, STATISTICS), sent)
     experts = _in_type_of_x if run.recipe is None else _in_fp8
     return experts(run, inputs, routed, exchange)

@@ -9,7 +9,7 @@ Gradients cross in rows of 1 x 128 in E4M3, whose scales are powers of 2, under 
 by the choices' weights, and then quantized as on one device. This first rounding is off by up to 2**-4, too.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,8 @@ from te_jax.core import extension
 from te_jax.layers.experts.exchange import Exchange, Sent, dispatch
 from te_jax.layers.produce import Role, produce
 from te_jax.layers.tensor import Fp8Tensor
-from te_jax.ops.experts.permute import Groups, permute_source
+from te_jax.ops.experts.peers import permute_of_peers
+from te_jax.ops.experts.permute import Groups, permute_fp8_source, permute_source
 from te_jax.ops.formats import ROWS_128, ScaleFormat, format_of
 from te_jax.ops.quantize.array import array_source
 from te_jax.recipe import Recipe
@@ -27,45 +28,64 @@ from te_jax.state import fp8
 _E4M3, _POWERS_OF_2 = jnp.dtype(jnp.float8_e4m3fn), dict(power_2=True, epsilon=0.0)
 
 
-def receive_rows(x: jax.Array, groups: Groups, sent: Sent, role: Role, config: Any, exchange: Exchange) -> Fp8Tensor:
-    """x [T, H] of all devices, in the rows of this device's experts [R, H]."""
+class Received(NamedTuple):
+    """A gradient [N, H] in E4M3, times f32[H / 128, N]."""
+
+    data: jax.Array
+    scales: jax.Array
+
+
+def receive_rows(
+    x: jax.Array, groups: Groups, sent: Sent, role: Role, config: Any, exchange: Exchange
+) -> tuple[Fp8Tensor, tuple[jax.Array, ...]]:
+    """x [T, H] of all devices, in the rows of this device's experts [R, H]; and what must be kept until all devices
+    have their rows."""
     form, dtype = format_of(config.recipe, role.name), fp8.type_of(role.name, config.recipe)
     sends = role._replace(uses=role.uses._replace(data=True, data_t=False, wide=False))
     q, _ = produce(array_source(x, 1), sends, config)
-    data = dispatch(q.data, sent, exchange)
     if form.block:
-        return _receive_blocks(data, q, x.dtype, groups, sent, role, config.recipe, exchange)
-    source = permute_source(data.astype(jnp.bfloat16), groups)  # which holds the numbers exactly
+        return _receive_blocks(q, groups, sent, role, config.recipe, exchange), ()
+    if exchange.direct and dtype == _E4M3:
+        got, kept = permute_of_peers(q.data, groups, role.uses.layouts, exchange.axes)
+        return Fp8Tensor(**got, scale_inv=q.scale_inv, amax=q.amax), (kept,)
+    source = _rows_of_data(dispatch(q.data, sent, exchange), groups)
     got = source.run(role.uses.layouts, dtype, form, jnp.ones((), jnp.float32))
-    return Fp8Tensor(**got, scale_inv=q.scale_inv, amax=q.amax)
+    return Fp8Tensor(**got, scale_inv=q.scale_inv, amax=q.amax), ()
 
 
-def _receive_blocks(data, q, own_type, groups, sent, role, recipe: Recipe, exchange: Exchange) -> Fp8Tensor:
-    form, dtype = format_of(recipe, role.name), data.dtype
-    scale_inv = _dispatch_scales(q.scale_inv, sent, exchange)
+def _rows_of_data(data, groups):
+    """The numbers of FP8 data in the rows of groups."""
+    if data.dtype == _E4M3:
+        return permute_fp8_source(data, groups)
+    return permute_source(data.astype(jnp.bfloat16), groups)  # which holds E5M2 exactly
+
+
+def _receive_blocks(q, groups, sent, role, recipe: Recipe, exchange: Exchange) -> Fp8Tensor:
+    form, data = format_of(recipe, role.name), dispatch(q.data, sent, exchange)
+    dtype, scale_inv = data.dtype, _dispatch_scales(q.scale_inv, sent, exchange)
     got = {}
     if role.uses.data:
         token = jnp.where(groups.slots < 0, data.shape[0], groups.slots // groups.rows.shape[-1])
         take = lambda a, axis: jnp.take(a, token, axis=axis, mode="fill", fill_value=0)
         got |= dict(data=take(data, 0), scale_inv=take(scale_inv, 1))
     if role.uses.data_t:
-        exact = _exact_type(own_type) if recipe.scale_law.get("power_2", True) else jnp.float32
-        source = permute_source(form.read(data, scale_inv, 1).astype(exact), groups)
+        # Powers of 2 leave the numbers as they are in bf16.
+        if recipe.scale_law.get("power_2", True) and form.block == ROWS_128.block and dtype == _E4M3:
+            source = permute_fp8_source(data, groups, scale_inv)
+        else:
+            source = permute_source(form.read(data, scale_inv, 1), groups)
         columns = source.run(("data_t",), dtype, form, law=recipe.scale_law)
         got |= dict(data_t=columns["data_t"], scale_inv_t=columns["scale_inv_t"])
     return Fp8Tensor(**got)
 
 
-def receive_gradient(dy: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array:
-    """dy [T, H] of all devices, [N, H] of its type, or f32 where that may not hold the numbers that crossed."""
+def receive_gradient(dy: jax.Array, sent: Sent, exchange: Exchange) -> jax.Array | Received:
+    """dy [T, H] of all devices: in bf16 as it crossed, else [N, H] in f32, which holds the numbers that crossed."""
     data, scale_inv = _quantize_rows(dy, ROWS_128)
     data, scale_inv = dispatch(data, sent, exchange), _dispatch_scales(scale_inv, sent, exchange)
-    return ROWS_128.read(data, scale_inv, 1).astype(_exact_type(dy.dtype))
-
-
-def _exact_type(dtype: Any) -> Any:
-    """`dtype`, f32 instead of f16, whose range is less than of FP8 numbers times a scale."""
-    return jnp.float32 if dtype == jnp.float16 else dtype
+    if dy.dtype == jnp.bfloat16:
+        return Received(data, scale_inv)
+    return ROWS_128.read(data, scale_inv, 1)
 
 
 def _quantize_rows(dy, form: ScaleFormat):

@@ -19,7 +19,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
 from te_jax.ops.experts.router import MOST_EXPERTS
-from te_jax.ops.formats import ceil_div
+from te_jax.ops.formats import ROWS_128, ceil_div, spread
 from te_jax.ops.producers import Producer, declare_all, on_its_gpu
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.ops.source import Source
@@ -79,6 +79,15 @@ def permute(x: jax.Array, groups: Groups) -> jax.Array:
     x, groups = _check_tokens("x", x, groups)
     x, groups = align(x, groups)
     return _permute(x, groups, jax.typeof(x))
+
+
+def permute_fp8_source(
+    x: jax.Array, groups: Groups, scales: jax.Array | None = None, weights: jax.Array | None = None
+) -> Source:
+    """As `permute_source`, of x in E4M3 times scales f32[h/128, ..., T]: a tensor in bf16."""
+    return Source(
+        PERMUTE_FP8, dict(topk=groups.rows.shape[-1]), (x, scales, groups.slots, groups.offsets, weights, None), 1
+    )
 
 
 def permute_source(x: jax.Array, groups: Groups, weights: jax.Array | None = None) -> Source:
@@ -171,6 +180,26 @@ def _rows_of_slots(x, slots, offsets, weights, *, topk):
     return jnp.where(is_pair[:, None], rows, 0.0), {}
 
 
+def _rows_of_fp8(x, scales, slots, offsets, weights, addresses, *, topk):
+    """As `_rows_of_slots`, of numbers in E4M3 times their blocks' scales."""
+    refuse_addresses("te_permute_fp8", addresses)
+    rows, _ = _rows_of_slots(x, slots, offsets, None, topk=topk)
+    if x.size == 0 or (scales is None and weights is None):
+        return rows, {}
+    pairs, factors = jnp.maximum(slots, 0), jnp.ones((), jnp.float32)
+    if weights is not None:
+        factors = weights.reshape(-1)[pairs][:, None]
+    if scales is not None:
+        of_tokens = scales.reshape(scales.shape[0], -1).T[pairs // topk]
+        factors = spread(of_tokens, 1, x.shape[-1], ROWS_128.block) * factors
+    return jnp.where((slots >= 0)[:, None], rows * factors, 0.0), {}
+
+
+def refuse_addresses(op, addresses):
+    if addresses is not None:
+        raise NotImplementedError(f"{op}: addresses of other devices' memory are read by CUDA kernels only.")
+
+
 def _rows_of_pairs(rows, positions):
     """f32[m..., k, h]: the row of each pair; zeros where it has none."""
     if rows.shape[0] == 0:
@@ -179,19 +208,28 @@ def _rows_of_pairs(rows, positions):
     return jnp.where((positions >= 0)[..., None], each, 0.0)
 
 
-def _combine_reference(rows, positions, weights):
+def _combine_reference(rows, positions, weights, addresses):
+    refuse_addresses("te_combine", addresses)
     each = _rows_of_pairs(rows, positions)
     if weights is not None:
         each = jnp.where((positions >= 0)[..., None], each * weights[..., None], 0.0)
     return (jnp.sum(each, -2).astype(rows.dtype),)
 
 
-def _combine_bwd_reference(dy, rows, positions):
-    products = jnp.expand_dims(dy.astype(jnp.float32), -2) * _rows_of_pairs(rows, positions)
+def _combine_bwd_reference(dy, rows, positions, scales):
+    dy = dy.astype(jnp.float32)
+    if scales is not None:
+        dy = dy * jnp.moveaxis(spread(scales, 0, dy.shape[-1], ROWS_128.block), 0, -1)
+    products = jnp.expand_dims(dy, -2) * _rows_of_pairs(rows, positions)
     return (jnp.where(positions >= 0, jnp.sum(products, -1), 0.0),)
 
 
 # ---- the ops -------------------------------------------------------------------------------------------------------
+
+
+def _check_fp8(op, x, *_, **__):
+    if x != jnp.float8_e4m3fn:
+        raise TypeError(f"{op}: x is {x}; pass float8_e4m3fn.")
 
 
 def _group_cuda(call, experts, *, num_experts, buffer):
@@ -245,26 +283,54 @@ Rows that pad a group are 0, and the tail is undefined (on a CPU 0); neither ent
 buffer are of tokens from anywhere, so devices share only h.
 """
 
+PERMUTE_FP8 = Producer(
+    name="te_permute_fp8{}",
+    operands="x: m... h, scales?: h/128 m..., slots: r, offsets: f, weights?: m... k, addresses?: d c",
+    rows="r",
+    columns="h",
+    value=_rows_of_fp8,
+    split=lambda y, **_: (0, 1),
+    tensor="rows",
+    type=jnp.dtype(jnp.bfloat16),
+    check=_check_fp8,
+    matrix=lambda x, scales, slots, *_, **__: (1, slots[0], x[-1]),
+    op=dict(replicated="m... k f r d c"),
+    kernels={"": dict(fenced="rows"), "_block": dict(cuda=on_its_gpu)},
+)
+permute_fp8_op: Op
+permute_fp8_block_op: Op
+permute_fp8_op, permute_fp8_block_op = declare_all(PERMUTE_FP8)[:2]
+"""x E4M3 [*m, h], scales f32[h/128, *m] that it is multiplied by, slots, offsets, weights and scale as of `permute_op`
+-> as of `permute_op`, of a tensor in bf16.
+
+addresses: u32[d, 2] of `te_jax.ops.experts.peers`, without scales and weights: x of device i has the tokens from i m
+on.
+"""
+
 combine_op: Op = Op(
     "te_combine",
-    "rows: r h, positions: m... k, weights?: m... k -> y: m... h",
-    replicated="r k",
+    "rows: r h, positions: m... k, weights?: m... k, addresses?: d c -> y: m... h",
+    replicated="r k d c",
     fenced="y",
     dtypes=lambda rows, *_, **attrs: (rows,),
     reference=_combine_reference,
 )
 """rows f32|bf16|f16 [r, h], positions i32[*m, k] (`Groups.rows`), weights f32[*m, k] -> y [*m, h] of the type of rows:
-`combine`; without weights the sum of a token's rows."""
+`combine`; without weights the sum of a token's rows.
+
+addresses: u32[d, 2] of `te_jax.ops.experts.peers`: position i r + j is row j of device i.
+"""
 
 combine_bwd_op: Op = Op(
     "te_combine_bwd",
-    "dy: m... h, rows: r h, positions: m... k -> dweights: m... k",
+    "dy: m... h, rows: r h, positions: m... k, scales?: h/128 m... -> dweights: m... k",
     replicated="r k",
     combine={"dweights": "sum"},
     dtypes=lambda *_, **attrs: (jnp.float32,),
     reference=_combine_bwd_reference,
 )
-"""dy [*m, h] and rows [r, h] of one type, positions i32[*m, k] -> dweights f32[*m, k]: the gradient of the weights."""
+"""dy [*m, h] and rows [r, h] of one type, positions i32[*m, k] -> dweights f32[*m, k]: the gradient of the weights. Or
+dy in E4M3, times scales f32[h/128, *m], and rows in bf16."""
 
 
 def _permuted(x, groups: Groups, weights=None):
@@ -282,7 +348,7 @@ def _permute_fwd(x, groups, aval):
 
 
 def _permute_bwd(aval, groups, drows):
-    (dx,) = combine_op(drows, groups.rows, None)
+    (dx,) = combine_op(drows, groups.rows, None, None)
     return like(dx, aval), None
 
 
@@ -291,7 +357,7 @@ _permute.defvjp(_permute_fwd, _permute_bwd)
 
 @custom_vjp()
 def _combine(rows, groups, weights):
-    return combine_op(rows, groups.rows, weights)[0]
+    return combine_op(rows, groups.rows, weights, None)[0]
 
 
 def _combine_fwd(rows, groups, weights):
@@ -301,7 +367,7 @@ def _combine_fwd(rows, groups, weights):
 def _combine_bwd(saved, dy):
     rows, groups, weights = saved
     drows = _permuted(dy, groups, weights)
-    (dweights,) = combine_bwd_op(dy, rows, groups.rows)
+    (dweights,) = combine_bwd_op(dy, rows, groups.rows, None)
     return like(drows, rows), None, like(dweights, weights)
 
 
