@@ -299,3 +299,14 @@ def test_wgrads_across(kernel, case, draw, rng):
     oracle.near(got, want, bound, out, str((counts, k, n)))
     if has_c:
         assert run(in_place=True, counted=False).tobytes() == got.tobytes()
+
+
+def test_many_short_items(kernel, rng):
+    """Of less than a stage: the thread that copies takes some before the first is multiplied."""
+    counts = np.array([40, 0, 3], np.int32)
+    offsets, rows, k, n = oracle.groups_of(counts), 384, 384, 520
+    both = [rng.standard_normal((rows, size)).astype(bf16) for size in (k, n)]
+    values = [np.where(oracle.is_token(rows, offsets, counts), wide(a).T, 0) for a in both]
+    form, others = (FAST, bf16, bf16, bf16, False, 2), (offsets, counts, (None, None), None)
+    got = call(kernel, form, True, (k, n, rows), *both, *others, layout=BOTH_ACROSS)
+    oracle.near(got, *oracle.wgrads(*values, offsets, counts), bf16, str(counts))
