@@ -235,37 +235,39 @@ Status LaunchActivationGroupedPairedBwd(cudaStream_t stream, Arg dy, Arg x, Arg 
 // counts i32 [e]: groups as of LaunchGroup. lhs [r, k], rhs [e, n, k]; lhs_scale_inv?, rhs_scale_inv? f32 [e]
 // or [1]; or lhs_row_inv? f32 [k/128, r], rhs_block_inv? f32 [e, n/128, k/128]; bias? [e, n] -> out [r, n],
 // zeros in rows that pad a group; nothing behind the last one. outer is 0. The width of k is a multiple of 16
-// bytes, n one of 8.
+// bytes, n one of 8. All grouped products: workspace u8 [kGroupedWorkspace], which
+// te_jax/ops/gemm/grouped.py has too.
+inline constexpr int64_t kGroupedWorkspace = 4;
 Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg lhs_scale_inv,
                          Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_block_inv, Arg bias, Ret out,
-                         int64_t outer, bool fast_accum);
+                         Ret workspace, int64_t outer, bool fast_accum);
 
 // The products that sum over each group. lhs [n, r], rhs [k, r], zeros in rows that pad a group; scales as
 // above, or lhs_row_inv? f32 [r/128, n], rhs_row_inv? f32 [r/128, k]; c? [e, n, k], which out may be -> out
 // [e, n, k]. k is a multiple of 8. With slots (0 or 1 axes) rhs is [a, k, r], of which the slot is read.
 Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
                               Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
-                              Ret out, bool fast_accum, int64_t slots, int64_t slot);
+                              Ret out, Ret workspace, bool fast_accum, int64_t slots, int64_t slot);
 
 // The two of a gradient in both layouts in one array [r, a, f/128, 128]. lhs, rhs f8 [e, n, b, f] -> out
 // [r, n], of the b slots from `slot` on; lhs f8 [n, r], rhs, c? [e, n, f/128, 128], which out may be -> out
 // as c, of the slot. e5m2: the type in the array, else E4M3.
 Status LaunchGemmGroupedPaired(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
-                               Arg lhs_scale_inv, Arg rhs_scale_inv, Ret out, bool e5m2, bool fast_accum,
-                               int64_t slot);
+                               Arg lhs_scale_inv, Arg rhs_scale_inv, Ret out, Ret workspace, bool e5m2,
+                               bool fast_accum, int64_t slot);
 Status LaunchGemmGroupedPairedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
-                                    Arg lhs_scale_inv, Arg rhs_scale_inv, Arg c, Ret out, bool e5m2,
-                                    bool fast_accum, int64_t slot);
+                                    Arg lhs_scale_inv, Arg rhs_scale_inv, Arg c, Ret out, Ret workspace,
+                                    bool e5m2, bool fast_accum, int64_t slot);
 
 // The two of bf16 or f16 that lie across k. lhs [r, k], rhs [e, k, n]; bias? [e, n] -> out [r, n], as above.
 // k and n are multiples of 8.
 Status LaunchGemmGroupedWide(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg bias,
-                             Ret out);
+                             Ret out, Ret workspace);
 
 // lhs [r, k], rhs [r, n], which may have anything in rows that pad a group; c? [e, k, n], which out may be ->
 // out [e, k, n]. k and n are multiples of 8.
 Status LaunchGemmGroupedWideWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg c,
-                                  Ret out);
+                                  Ret out, Ret workspace);
 
 }  // namespace te
 #pragma GCC visibility pop

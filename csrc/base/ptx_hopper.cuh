@@ -42,6 +42,16 @@ __device__ __forceinline__ void ArriveAt(uint32_t barrier, unsigned rank) {
       : "memory");
 }
 
+// A word to this address in CTA `rank` of the cluster; the barrier there hears of its 4 bytes.
+__device__ __forceinline__ void StoreAt(uint32_t to, int word, uint32_t barrier, unsigned rank) {
+  asm volatile(
+      "{\n.reg .b32 there, hears;\nmapa.shared::cluster.u32 there, %0, %3;\n"
+      "mapa.shared::cluster.u32 hears, %2, %3;\n"
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], %1, [hears];\n}" ::"r"(to),
+      "r"(word), "r"(barrier), "r"(rank)
+      : "memory");
+}
+
 __device__ __forceinline__ unsigned ClusterRank() {
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

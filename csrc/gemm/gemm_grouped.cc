@@ -18,7 +18,7 @@ constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in 
 // The arrays of an op but the scales of blocks.
 struct Call {
   const char* op;
-  Tensor lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, bias, c, out;
+  Tensor lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, bias, c, out, workspace;
   bool in_blocks;
   Layout layout = Layout::kAlong;
 };
@@ -61,7 +61,8 @@ Status MakeProblem(const Call& call, const Axes& rhs, const Axes& out, bool fast
                  {"rhs_scale_inv", call.rhs_scale_inv, F32, ScaleAxes(call.rhs_scale_inv, experts), scale},
                  {"bias", call.bias, result, {experts, out.last()}, kOptional},
                  {"c", call.c, result, out, kOptional},
-                 {"out", call.out, kFloats, out}}));
+                 {"out", call.out, kFloats, out},
+                 {"workspace", call.workspace, U8, {kGroupedWorkspace}}}));
   problem->experts = int(experts), problem->lhs = left, problem->rhs = call.rhs.type,
   problem->result = result;
   problem->sums = fp8 && !fast_accum ? Sums::kSplit : Sums::kFast, problem->layout = call.layout;
@@ -70,6 +71,7 @@ Status MakeProblem(const Call& call, const Axes& rhs, const Axes& out, bool fast
   problem->left_inv = Data<float>(call.lhs_scale_inv), problem->right_inv = Data<float>(call.rhs_scale_inv);
   problem->left_each = call.lhs_scale_inv.count() > 1, problem->right_each = call.rhs_scale_inv.count() > 1;
   problem->bias = Data<void>(call.bias), problem->c = Data<void>(call.c);
+  problem->counter = Data<int>(call.workspace);
   return {};
 }
 
@@ -105,14 +107,15 @@ Status Run(cudaStream_t stream, const Call& call, int64_t rows, int64_t columns,
 
 Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg lhs_scale_inv,
                          Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_block_inv, Arg bias, Ret out,
-                         int64_t outer, bool fast_accum) {
+                         Ret workspace, int64_t outer, bool fast_accum) {
   const char* op = "te_gemm_grouped";
   TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
   TE_TRY(ExpectRank(op, "rhs", rhs, 3, true));
   TE_CHECK(outer == 0, "%s: outer is %ld; pass 0: one axis is contracted.", op, long(outer));
   const int64_t rows = lhs.sizes[0], k = lhs.sizes[1], columns = rhs.sizes[1], experts = Axes(counts)[0];
   const bool in_blocks = Present(lhs_row_inv) || Present(rhs_block_inv);
-  const Call call{op, lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, bias, kNone, out, in_blocks};
+  const Call call{op,   lhs,   rhs, offsets,   counts,   lhs_scale_inv, rhs_scale_inv,
+                  bias, kNone, out, workspace, in_blocks};
   Problem problem{};
   TE_TRY(MakeProblem(call, {experts, columns, k}, {rows, columns}, fast_accum, &problem));
   const Need blocks = !in_blocks || !kFp8.Have(lhs.type) ? kAbsent : kRequired;
@@ -127,7 +130,7 @@ Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg
 
 Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
                               Arg lhs_scale_inv, Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_row_inv, Arg c,
-                              Ret out, bool fast_accum, int64_t slots, int64_t slot) {
+                              Ret out, Ret workspace, bool fast_accum, int64_t slots, int64_t slot) {
   const char* op = "te_gemm_grouped_wgrad";
   TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
   TE_CHECK(slots == 0 || slots == 1, "%s: slots is %ld; pass 0 or 1 axis.", op, long(slots));
@@ -138,7 +141,8 @@ Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets
            long(slot), rhs.shape().c_str());
   const Axes of_rhs = slots ? Axes{count, columns, buffer} : Axes{columns, buffer};
   const bool in_blocks = Present(lhs_row_inv) || Present(rhs_row_inv);
-  const Call call{op, lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, c, out, in_blocks};
+  const Call call{op,    lhs, rhs, offsets,   counts,   lhs_scale_inv, rhs_scale_inv,
+                  kNone, c,   out, workspace, in_blocks};
   Problem problem{};
   problem.wgrad = true;
   TE_TRY(MakeProblem(call, of_rhs, {experts, rows, columns}, fast_accum, &problem));
@@ -152,8 +156,8 @@ Status LaunchGemmGroupedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets
 }
 
 Status LaunchGemmGroupedPaired(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
-                               Arg lhs_scale_inv, Arg rhs_scale_inv, Ret out, bool e5m2, bool fast_accum,
-                               int64_t slot) {
+                               Arg lhs_scale_inv, Arg rhs_scale_inv, Ret out, Ret workspace, bool e5m2,
+                               bool fast_accum, int64_t slot) {
   const char* op = "te_gemm_grouped_paired";
   TE_TRY(ExpectRank(op, "rhs", rhs, 4, true));
   const int64_t columns = rhs.sizes[1], slots = rhs.sizes[2], features = rhs.sizes[3],
@@ -162,15 +166,16 @@ Status LaunchGemmGroupedPaired(cudaStream_t stream, Arg lhs, Arg rhs, Arg offset
   Problem problem{};
   TE_TRY(GetPaired(op, "lhs", lhs, slot, slots, e5m2, &left, &problem.line));
   const int64_t rows = lhs.sizes[0];
-  const Call call{op, left, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, kNone, out, false};
+  const Call call{op,    left,  rhs, offsets,   counts, lhs_scale_inv, rhs_scale_inv,
+                  kNone, kNone, out, workspace, false};
   const Axes of_rhs{experts, columns, slots, lhs.sizes[2] * 128};
   TE_TRY(MakeProblem(call, of_rhs, {rows, columns}, fast_accum, &problem));
   return Run(stream, call, rows, columns, slots * features, {}, &problem);
 }
 
 Status LaunchGemmGroupedPairedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts,
-                                    Arg lhs_scale_inv, Arg rhs_scale_inv, Arg c, Ret out, bool e5m2,
-                                    bool fast_accum, int64_t slot) {
+                                    Arg lhs_scale_inv, Arg rhs_scale_inv, Arg c, Ret out, Ret workspace,
+                                    bool e5m2, bool fast_accum, int64_t slot) {
   const char* op = "te_gemm_grouped_paired_wgrad";
   TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
   Tensor right;
@@ -178,31 +183,34 @@ Status LaunchGemmGroupedPairedWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg o
   problem.wgrad = true;
   TE_TRY(GetPaired(op, "rhs", rhs, slot, 1, e5m2, &right, &problem.line));
   const int64_t rows = lhs.sizes[0], buffer = lhs.sizes[1], squares = rhs.sizes[2], experts = Axes(counts)[0];
-  const Call call{op, lhs, right, offsets, counts, lhs_scale_inv, rhs_scale_inv, kNone, c, out, false};
+  const Call call{op,    lhs, right, offsets,   counts, lhs_scale_inv, rhs_scale_inv,
+                  kNone, c,   out,   workspace, false};
   const Axes of_rhs{buffer, rhs.sizes[1], squares, 128};
   TE_TRY(MakeProblem(call, of_rhs, {experts, rows, squares, 128}, fast_accum, &problem));
   return Run(stream, call, rows, squares * 128, buffer, {}, &problem);
 }
 
 Status LaunchGemmGroupedWide(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg bias,
-                             Ret out) {
+                             Ret out, Ret workspace) {
   const char* op = "te_gemm_grouped_wide";
   TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
   TE_TRY(ExpectRank(op, "rhs", rhs, 3, true));
   const int64_t rows = lhs.sizes[0], k = lhs.sizes[1], columns = rhs.sizes[2], experts = Axes(counts)[0];
-  const Call call{op, lhs, rhs, offsets, counts, kNone, kNone, bias, kNone, out, false, Layout::kRightAcross};
+  const Call call{
+      op, lhs, rhs, offsets, counts, kNone, kNone, bias, kNone, out, workspace, false, Layout::kRightAcross};
   Problem problem{};
   TE_TRY(MakeProblem(call, {experts, k, columns}, {rows, columns}, true, &problem));
   return Run(stream, call, rows, columns, k, {}, &problem);
 }
 
 Status LaunchGemmGroupedWideWgrad(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg c,
-                                  Ret out) {
+                                  Ret out, Ret workspace) {
   const char* op = "te_gemm_grouped_wide_wgrad";
   TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
   TE_TRY(ExpectRank(op, "rhs", rhs, 2, true));
   const int64_t buffer = lhs.sizes[0], rows = lhs.sizes[1], columns = rhs.sizes[1], experts = Axes(counts)[0];
-  const Call call{op, lhs, rhs, offsets, counts, kNone, kNone, kNone, c, out, false, Layout::kBothAcross};
+  const Call call{
+      op, lhs, rhs, offsets, counts, kNone, kNone, kNone, c, out, workspace, false, Layout::kBothAcross};
   Problem problem{};
   problem.wgrad = true;
   TE_TRY(MakeProblem(call, {buffer, columns}, {experts, rows, columns}, true, &problem));

@@ -64,7 +64,7 @@ __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
   const int rank = RankOf<P>();
   const bool left_squares = kLayout == Layout::kAlong && p.line && !p.wgrad;
   const bool right_squares = kLayout == Layout::kAlong && p.line && p.wgrad;
-  Walk<P, kStep> walk(p, s);
+  Walk<P, kStep, true> walk(p, s);
   Ring ring;
   for (Tile tile; walk.Next(&tile);) {
     const int scales = kSums == Sums::kRows ? max(0, min(kTileColumns, p.columns - tile.right_row)) : 0;
@@ -261,7 +261,7 @@ struct Consumer {
 
   __device__ __forceinline__ void Run() {
     const Writer writer{args, s, warp, lane};
-    Walk<P, kStep> walk(p, s);
+    Walk<P, kStep, false> walk(p, s);
     Tile tile, next;
     for (bool more = walk.Next(&tile); more; tile = next) {
       float sums[128];
@@ -292,6 +292,8 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
     for (int i = 0; i < kStages; ++i) {
       InitBarrier(AddressOf(&s.full[i]), 1);
       InitBarrier(AddressOf(&s.empty[i]), kWarps * P::kCluster);
+      InitBarrier(AddressOf(&s.items_full[i]), 1);
+      InitBarrier(AddressOf(&s.items_empty[i]), (kWarps + 1) * P::kCluster);
     }
     FenceBarrierInit();
   }
@@ -314,22 +316,31 @@ __global__ void __launch_bounds__(kThreads, 1) te_gemm_grouped(const __grid_cons
 template <Factors kFactors, Sums kSums, Layout kLayout = Layout::kAlong, typename P = Plan<>>
 Status Launch(cudaStream_t stream, const KernelArgs& args) {
   const auto kernel = te_gemm_grouped<kFactors, kSums, kLayout, P>;
+  constexpr int kStep = Consumer<kFactors, kSums, kLayout, P>::kStep;
   static_assert(sizeof(Shared) <= 227 * 1024);
   TE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
   int device, multiprocessors;
   TE_CUDA(cudaGetDevice(&device));
   TE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  const int ctas = multiprocessors / P::kCluster * P::kCluster;
+  KernelArgs given = args;
+  const Problem& p = args.p;
+  const int64_t tiles = CeilDiv(p.rows, kTileRows) * CeilDiv(p.columns, kTileColumns);
+  if (IsCounted(p.wgrad ? tiles * p.experts : tiles, tiles * CeilDiv(p.k, kStep), ctas))
+    TE_CUDA(cudaMemsetAsync(p.counter, 0, sizeof(int), stream));
+  else
+    given.p.counter = nullptr;
   cudaLaunchAttribute cluster{};
   cluster.id = cudaLaunchAttributeClusterDimension;
   cluster.val.clusterDim = {unsigned(P::kCluster), 1, 1};
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(multiprocessors / P::kCluster * P::kCluster);
+  config.gridDim = dim3(ctas);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = sizeof(Shared);
   config.stream = stream;
   config.attrs = &cluster;
   config.numAttrs = 1;
-  TE_CUDA(cudaLaunchKernelEx(&config, kernel, args));
+  TE_CUDA(cudaLaunchKernelEx(&config, kernel, given));
   return {};
 }
 

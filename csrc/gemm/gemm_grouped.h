@@ -37,6 +37,7 @@ struct Problem {
   const void* bias;   // [E, columns] of the result's type, or nullptr
   const void* c;      // as out, or nullptr
   void* out;
+  int* counter;  // of items that clusters take, of a launch of its own; nullptr: none are counted
 };
 
 // Enqueues the kernel, for the op of this name. What it asks of sizes is checked by the launchers in

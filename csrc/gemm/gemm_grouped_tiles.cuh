@@ -42,6 +42,8 @@ struct Shared {
   alignas(1024) uint8_t pieces[kWarps][kPieceBytes];
   float scales[kStages][kTileColumns];  // of the right factor's blocks
   uint64_t full[kStages], empty[kStages];
+  int items[kStages];  // that the cluster took by the counter, in a ring of its own
+  uint64_t items_full[kStages], items_empty[kStages];
   int offsets[kMostExperts + 1], counts[kMostExperts];
   int first[kMostExperts + 1];   // items before each expert in `order`, and all
   uint16_t order[kMostExperts];  // the experts, those with the longest sums first in wgrad
@@ -125,14 +127,15 @@ __device__ __forceinline__ int RankOf() {
   return P::kCluster > 1 ? ClusterRank() : 0;
 }
 
-// The tiles of a CTA, one after the other.
-template <typename P, int kStep>
+// The tiles of a CTA, one after the other, for a warp that multiplies, or for the thread that copies
+// (kCopies).
+template <typename P, int kStep, bool kCopies>
 class Walk {
  public:
   __device__ __forceinline__ Walk(const Problem& p, const Shared& s) : p_(p), s_(s) {}
 
   __device__ __forceinline__ bool Next(Tile* tile) {
-    const int item = ItemOf(round_++, blockIdx.x / P::kCluster, gridDim.x / P::kCluster);
+    const int item = NextItem();
     if (item >= s_.first[p_.experts]) return false;
     while (item >= s_.first[at_ + 1]) ++at_;
     const int expert = s_.order[at_];
@@ -153,6 +156,29 @@ class Walk {
   }
 
  private:
+  __device__ __forceinline__ int NextItem() {
+    const int round = round_++, worker = blockIdx.x / P::kCluster, workers = gridDim.x / P::kCluster;
+    if (!p_.counter) return ItemOf(round, worker, workers);
+    if (round == 0) return worker;
+    const int place = (round - 1) % kStages;
+    const unsigned parity = (round - 1) / kStages % 2;
+    const uint32_t full = AddressOf(&s_.items_full[place]), empty = AddressOf(&s_.items_empty[place]);
+    if constexpr (kCopies) {
+      ArriveExpecting(full, sizeof(int));
+      if (RankOf<P>() == 0) {
+        const int taken = CountedItem(atomicAdd(p_.counter, 1), workers);
+        WaitBarrier(empty, parity ^ 1);
+        for (int rank = 0; rank < P::kCluster; ++rank)
+          StoreAt(AddressOf(&s_.items[place]), taken, full, rank);
+      }
+    }
+    WaitBarrier(full, parity);
+    int item = s_.items[place];
+    if constexpr (!kCopies) item = __shfl_sync(~0u, item, 0);  // alike in all lanes, as the compiler can see
+    if (kCopies || threadIdx.x % 32 == 0) ArriveAt(empty, 0);
+    return item;
+  }
+
   const Problem& p_;
   const Shared& s_;
   int round_ = 0, at_ = 0;

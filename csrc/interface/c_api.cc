@@ -147,14 +147,15 @@ Status GemmBlock(Call& call, const te_jax_gemm_block_args& a) {
 Status GemmGrouped(Call& call, const te_jax_gemm_grouped_args& a) {
   return call.Launch(LaunchGemmGrouped, TE_ARRAY(lhs), TE_ARRAY(rhs), TE_ARRAY(offsets), TE_ARRAY(counts),
                      TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(lhs_row_inv),
-                     TE_MAYBE(rhs_block_inv), TE_MAYBE(bias), TE_ARRAY(out), kOuter, a.fast_accum);
+                     TE_MAYBE(rhs_block_inv), TE_MAYBE(bias), TE_ARRAY(out),
+                     call.Workspace(kGroupedWorkspace), kOuter, a.fast_accum);
 }
 
 Status GemmGroupedWgrad(Call& call, const te_jax_gemm_grouped_wgrad_args& a) {
   return call.Launch(LaunchGemmGroupedWgrad, TE_ARRAY(lhs), TE_ARRAY(rhs), TE_ARRAY(offsets),
                      TE_ARRAY(counts), TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv),
-                     TE_MAYBE(lhs_row_inv), TE_MAYBE(rhs_row_inv), TE_MAYBE(c), TE_ARRAY(out), a.fast_accum,
-                     kSlots, kSlots);
+                     TE_MAYBE(lhs_row_inv), TE_MAYBE(rhs_row_inv), TE_MAYBE(c), TE_ARRAY(out),
+                     call.Workspace(kGroupedWorkspace), a.fast_accum, kSlots, kSlots);
 }
 
 // ---- what is visible ----

@@ -104,6 +104,7 @@ inline std::vector<Cta> ctas;
 inline Meeting everyone;
 inline std::vector<Action> copies;  // asked for
 inline Thread* self = nullptr;
+inline bool is_last = false;  // the cluster that runs
 inline ucontext_t scheduler;
 inline std::mt19937 random{0};
 inline Action kernel;
@@ -182,12 +183,18 @@ inline void Launch(int grid, int size, int block, size_t shared, Action run) {
       ctas[cta].memory.assign(shared + 1024, 0xff), ctas[cta].warps.resize(block / 32);
       for (int i = 0; i < block; ++i) MakeThread(cta, i);
     }
+    is_last = first + size >= grid;
     RunCluster(first);
   }
 }
 
 }  // namespace cluster
 
+// A count of what clusters take. All but the last one hear at some time that the others took the rest.
+inline int atomicAdd(int* count, int more) {
+  if (!cluster::is_last && cluster::random() % 4 == 0) return 1 << 30;
+  return std::exchange(*count, *count + more);
+}
 inline void __syncthreads() { cluster::Meet(cluster::Mine().all); }
 inline void __syncwarp() { cluster::MeetWarp(); }
 template <typename T>

@@ -37,12 +37,14 @@ bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
 }  // namespace
 
 int main() {
-  int32_t n[14];  // as below
+  int32_t n[15];  // as below
   Read(n, sizeof(n));
   KernelArgs args{};
   Problem& p = args.p;
   p.sums = Sums(n[0]), p.wgrad = n[2], p.experts = n[3], p.rows = n[4], p.columns = n[5], p.k = n[6];
   p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9], p.layout = Layout(n[12]), p.line = n[13];
+  int counter = 0;
+  if (n[14]) p.counter = &counter;
   const Factors factors = Factors(n[1]);
   const int width = factors == Factors::kBF16 || factors == Factors::kF16 ? 2 : 1;
   p.left = ReadArray(), p.right = ReadArray();

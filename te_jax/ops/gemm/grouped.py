@@ -44,6 +44,7 @@ from te_jax.ops.quantize.array import FLOATS
 
 _TMA_BYTES = 16  # of rows of an array that the kernel reads, a multiple
 OUT_COLUMNS = 8  # of the kernel's results, a multiple
+_COUNTER_BYTES = 4  # of how many tiles were taken: kGroupedWorkspace of csrc/base/ops.h
 _ROWS_OP, _WGRAD_OP = "te_gemm_grouped", "te_gemm_grouped_wgrad"
 _UNQUANTIZED_OP, _UNQUANTIZED_WGRAD_OP = "te_gemm_grouped_wide", "te_gemm_grouped_wide_wgrad"
 _NO_SCALES = (None,) * 4
@@ -251,6 +252,7 @@ def declare_grouped(
         return kernel(partial(call, in_place=in_place), lhs, rhs, offsets, counts, *others, **attrs)
 
     rule = f"{', '.join(operands)} -> out: {out}".replace("|", "")
+    of_op["workspace"] = lambda *_, **__: _COUNTER_BYTES
     of_op |= dict(replicated=f"r e o {slots} {whole}", combine={} if of_experts else {"out": "sum"})
     return Op(name, rule, once=("bias",) * biased, dtypes=dtypes, reference=reference, cuda=cuda, **of_op)
 

@@ -41,6 +41,12 @@ inline void ArriveExpecting(uint32_t barrier, unsigned bytes) {
   mine.Arrive();
 }
 inline void ArriveAt(uint32_t barrier, unsigned rank) { BarrierOf(rank, barrier).Arrive(); }
+inline void StoreAt(uint32_t to, int word, uint32_t barrier, unsigned rank) {
+  cluster::copies.push_back([=] {
+    std::memcpy(Shared8(rank, to), &word, sizeof(word));
+    BarrierOf(rank, barrier).Bring(sizeof(word));
+  });
+}
 inline unsigned ClusterRank() { return cluster::self->cta; }
 inline void SyncCluster() { cluster::Meet(cluster::everyone); }
 template <int kRegisters>
