@@ -5,6 +5,8 @@ multiplies the same bits. The gradient crosses as te_jax.layers.experts.wire say
 the gradient that is rounded so.
 """
 
+import re
+from dataclasses import replace
 from functools import partial
 
 import collectives
@@ -19,6 +21,7 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 from te_jax import recipe
 from te_jax.layers import ExpertExchange, MoEOptions, moe
+from te_jax.layers.experts.devices import find_exchange, find_placement
 from te_jax.ops.formats import ROWS_128
 from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, global_shard_guard
@@ -33,10 +36,10 @@ def normal(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
-def weights(rng, gate=None):
+def weights(rng, gate=None, h=H):
     """gate_kernel, wi, wo, wi_bias, wo_bias. gate: what is added to the logits of the experts, x having 1 in front."""
     scaled = lambda shape: 0.2 * normal(rng, *shape)
-    made = jax.tree.map(scaled, oracle.shapes(E, H, F), is_leaf=lambda n: isinstance(n[0], int))
+    made = jax.tree.map(scaled, oracle.shapes(E, h, F), is_leaf=lambda n: isinstance(n[0], int))
     return made if gate is None else (made[0].at[0].set(jnp.asarray(gate, jnp.float32)), *made[1:])
 
 
@@ -46,12 +49,13 @@ def metas():
     return first, fp8.DenseMetas(of(16.0, E), of(64.0, E), of(64.0))
 
 
-def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, **more):
-    """y, what the layer says, and all cotangents."""
+def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, frozen=False, **more):
+    """y, what the layer says, and all cotangents. frozen: the kernels have none."""
     options = MoEOptions(RouterOptions(K), exchange=exchange, capacity_factor=capacity_factor)
     stateful = how is not None and how.has_state
 
     def run(x, weights, metas):
+        weights = (weights[0], *jax.lax.stop_gradient(weights[1:])) if frozen else weights
         return moe(x, *weights, options=options, recipe=how, metas=metas if stateful else None, **more)
 
     y, vjp, aux = jax.vjp(run, x, weights, metas, has_aux=True)
@@ -146,6 +150,29 @@ def test_fp8(name, rng):
     close(of_experts[0], of_experts1[0], 2.0**-4 if name == "block" else 1e-5)
 
 
+PIECES = {
+    "none": (None, BLOCKS),
+    "delayed": (RECIPES["delayed"], DEFAULT),
+    "block, wi frozen": (RECIPES["block"], DEFAULT),
+}
+
+
+@pytest.mark.parametrize("name", PIECES)
+def test_pieces(name, rng):
+    """All bits are those of one product but the gradient of the choices' weights, whose f32 sum over features has
+    another order: it enters those of x and of the router."""
+    how, exchange = PIECES[name]
+    x, w, dy = normal(rng, 4, S, 2 * 128), weights(rng, h=2 * 128), normal(rng, 4, S, 2 * 128)
+    roles, axes = dict(ep_resource="ep"), dict(ep=2)
+    options = dict(tokens=("ep",), how=how, frozen="frozen" in name)
+    run = lambda exchange: on_mesh(axes, AxisType.Auto, roles, x, w, dy, exchange=exchange, **options)
+    got, want = run(replace(exchange, pieces=2)), run(exchange)
+    (y, aux, (dx, (dgate, *of_experts), dmetas)), (y1, aux1, (dx1, (dgate1, *of_experts1), dmetas1)) = got, want
+    same = (y, aux, of_experts, dmetas), (y1, aux1, of_experts1, dmetas1)
+    jax.tree.map(np.testing.assert_array_equal, *same)
+    close((dx, dgate), (dx1, dgate1), 1e-6)
+
+
 def test_capacity_of_tokens_that_are_whole(rng):
     """A token without a row enters no amax, and each that has one on some device enters all."""
     x, w = normal(rng, 3, 5, H).at[..., 0].set(1.0), weights(rng, SKEWED)
@@ -216,6 +243,27 @@ def test_collectives(rng):
     assert "forward pass receives tokens 2304 B, choices" in str(said)
 
 
+def test_collectives_of_pieces(rng):
+    """Of the forward pass the sums come back in pieces, and of the backward pass whole."""
+    width, how = 4 * 128, recipe.DelayedScaling()
+    x, w, dy = normal(rng, 4, S, width).astype(jnp.bfloat16), weights(rng, h=width), normal(rng, 4, S, width)
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(ep_resource="ep")):
+        say = lambda pieces: te.explain_moe(
+            x, *w[:3], options=MoEOptions(RouterOptions(K), exchange=ExpertExchange(pieces=pieces)), recipe=how
+        )
+        step = jax.jit(partial(layer, how=how, exchange=ExpertExchange(pieces=4)))
+        text = step.trace(x, w, metas(), dy.astype(jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+        assert (said := say(4)).forward == say(1).forward and said.pieces == 4
+        assert str(said).endswith("\nsums come back in 4 pieces: one travels while the next is multiplied")
+        with pytest.raises(ValueError, match="pieces is 3, which does not divide 512 features in multiples of 128"):
+            say(3)
+        with pytest.raises(ValueError, match="a device has 4 experts; pass at most 256"):
+            find_exchange(find_placement("", x, w[1][0], E, None, False), ExpertExchange(pieces=512), 4, 2**16, K, 4)
+    sums = re.findall(r"stablehlo.all_to_all.* -> tensor<2x\d+x(\d+)xbf16>", text)
+    assert sorted(map(int, sums)) == [128, 128, 128, 128, width]
+
+
 def test_places_that_lack(rng):
     """What finds no place in a block, or no row, is counted, and adds nothing."""
     x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)
@@ -270,6 +318,7 @@ def test_inside_shard_map_over_other_axes(rng):
         (dict(strategy="all_gather", block_factor=1.0), "which has no blocks, but block_factor is 1.0"),
         (dict(strategy="ring"), "strategy is 'ring'"),
         (dict(rows_factor=0.0), "rows_factor is 0.0"),
+        (dict(pieces=0), "pieces is 0"),
     ],
 )
 def test_bad_exchange(fields, text):
