@@ -19,9 +19,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
+from benchmarks import expert_strategies
 from te_jax import recipe
 from te_jax.layers import ExpertExchange, MoEOptions, moe
+from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import find_exchange, find_placement
+from te_jax.layers.experts.exchange import STRATEGIES, Exchange, collect, dispatch, plan
+from te_jax.layers.experts.mlp import rows_source
+from te_jax.layers.experts.pieces import dgrad_in_pieces, fprop_in_pieces
+from te_jax.layers.produce import Role, produce, quantize_stacked
+from te_jax.layers.tensor import LayerUses
+from te_jax.ops.experts.permute import group
 from te_jax.ops.formats import ROWS_128
 from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, global_shard_guard
@@ -30,6 +38,8 @@ from te_jax.state import fp8
 B, S, H, F, E, K = 8, 6, 64, 128, 8, 2
 DEFAULT = ExpertExchange()
 BLOCKS = ExpertExchange("all_to_all", block_factor=100.0)  # for all tokens
+PIECES = ExpertExchange(pieces=2)
+WIDE = 2 * 128  # features that can be cut in two
 
 
 def normal(rng, *shape):
@@ -49,13 +59,12 @@ def metas():
     return first, fp8.DenseMetas(of(16.0, E), of(64.0, E), of(64.0))
 
 
-def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, frozen=False, **more):
-    """y, what the layer says, and all cotangents. frozen: the kernels have none."""
+def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, **more):
+    """y, what the layer says, and all cotangents."""
     options = MoEOptions(RouterOptions(K), exchange=exchange, capacity_factor=capacity_factor)
     stateful = how is not None and how.has_state
 
     def run(x, weights, metas):
-        weights = (weights[0], *jax.lax.stop_gradient(weights[1:])) if frozen else weights
         return moe(x, *weights, options=options, recipe=how, metas=metas if stateful else None, **more)
 
     y, vjp, aux = jax.vjp(run, x, weights, metas, has_aux=True)
@@ -94,7 +103,8 @@ def close(got, want, rtol=1e-5):
 PLACES = {  # sizes of the mesh axes, their kind, MeshResource, tokens, exchange
     "ep": (dict(ep=4), AxisType.Auto, dict(ep_resource="ep"), ("ep",), ExpertExchange()),
     "ep-dp, blocks": (
-        dict(dp=2, ep=4), AxisType.Explicit, dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep"), BLOCKS
+        dict(dp=2, ep=4), AxisType.Explicit, dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep"),
+        replace(BLOCKS, pieces=2),
     ),
     "ep-fsdp-tp": (
         dict(fsdp=2, ep=2, tp=2), AxisType.Explicit,
@@ -108,7 +118,7 @@ SKEWED = 9.0 * np.eye(E)[3] - 9.0 * np.eye(E)[5]  # an expert that has nearly al
 @pytest.mark.parametrize("place", PLACES)
 def test_like_one_device(place, rng):
     sizes, kind, roles, tokens, exchange = PLACES[place]
-    x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)
+    x, w, dy = normal(rng, B, S, WIDE).at[..., 0].set(1.0), weights(rng, SKEWED, WIDE), normal(rng, B, S, WIDE)
     want = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
     close(on_mesh(sizes, kind, roles, x, w, dy, tokens=tokens, how=None, exchange=exchange), want)
 
@@ -139,10 +149,10 @@ RECIPES = {
 def test_fp8(name, rng):
     """With one scale for a tensor all is as on one device, given the gradient as it arrives. In blocks wgrad's
     columns of x are rounded twice: by 2**-4 of a number of x."""
-    x, w, dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
+    x, w, dy = normal(rng, B, S, WIDE), weights(rng, h=WIDE), normal(rng, B, S, WIDE)
     want = jax.jit(partial(layer, how=RECIPES[name]))(x, w, metas(), rounded(dy))
     roles, tokens = dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep")
-    options = dict(tokens=tokens, how=RECIPES[name], exchange=BLOCKS if name == "current" else ExpertExchange())
+    options = dict(tokens=tokens, how=RECIPES[name], exchange=BLOCKS if name == "current" else PIECES)
     got = on_mesh(dict(dp=2, ep=2), AxisType.Auto, roles, x, w, dy, **options)
     # dy of the router's part and of biases is not what crossed.
     (y, aux, (dx, (_, *of_experts), dmetas)), (y1, aux1, (dx1, (_, *of_experts1), dmetas1)) = got, want
@@ -150,27 +160,34 @@ def test_fp8(name, rng):
     close(of_experts[0], of_experts1[0], 2.0**-4 if name == "block" else 1e-5)
 
 
-PIECES = {
-    "none": (None, BLOCKS),
-    "delayed": (RECIPES["delayed"], DEFAULT),
-    "block, wi frozen": (RECIPES["block"], DEFAULT),
-}
+@pytest.mark.parametrize("name", ["block", "unquantized"])
+def test_products_in_pieces(name, rng):
+    """They have the bits of one product, also where the recipe takes it out of FP8."""
+    how = dict(RECIPES, unquantized=recipe.Float8CurrentScaling(override_linear_precision=(True, True, True)))[name]
+    experts = jnp.asarray(rng.integers(0, 4, (40, 2)))  # 3 is nobody's
+    x, dy, w, bias = normal(rng, 40, 128), normal(rng, 40, WIDE), normal(rng, 3, 128, WIDE), normal(rng, 3, WIDE)
+    config = Config(how, 1, jax.typeof(x), jax.typeof(w), jax.typeof(bias))
+    of = LayerUses.of(how, train=True, wgrad=False)
 
+    @jax.jit
+    def products(x, dy, w, bias):
+        groups = group(experts, 3)
+        rows, _ = produce(rows_source(x, groups), Role("x", None, of.x, config.x), config)
+        grad, _ = produce(rows_source(dy[:, :128], groups), Role("grad", None, of.grad, config.x), config)
+        first = quantize_stacked(w, None, of.weight, config)
+        wi = jnp.swapaxes(w, 1, 2)
+        second = quantize_stacked(wi, None, of.weight, config._replace(weight=jax.typeof(wi)))
+        terms, tail = [(grad, second, 0), (grad, second, 0)], jnp.arange(groups.slots.size) < groups.offsets[-1]
+        make = lambda pieces: (
+            fprop_in_pieces(rows, first, bias, groups, config, pieces),
+            dgrad_in_pieces(terms, groups, config, pieces),
+        )
+        return [jnp.where(tail[:, None], jnp.concatenate(each, 1), 0) for n in (1, 2) for each in make(n)]
 
-@pytest.mark.parametrize("name", PIECES)
-def test_pieces(name, rng):
-    """All bits are those of one product but the gradient of the choices' weights, whose f32 sum over features has
-    another order: it enters those of x and of the router."""
-    how, exchange = PIECES[name]
-    x, w, dy = normal(rng, 4, S, 2 * 128), weights(rng, h=2 * 128), normal(rng, 4, S, 2 * 128)
-    roles, axes = dict(ep_resource="ep"), dict(ep=2)
-    options = dict(tokens=("ep",), how=how, frozen="frozen" in name)
-    run = lambda exchange: on_mesh(axes, AxisType.Auto, roles, x, w, dy, exchange=exchange, **options)
-    got, want = run(replace(exchange, pieces=2)), run(exchange)
-    (y, aux, (dx, (dgate, *of_experts), dmetas)), (y1, aux1, (dx1, (dgate1, *of_experts1), dmetas1)) = got, want
-    same = (y, aux, of_experts, dmetas), (y1, aux1, of_experts1, dmetas1)
-    jax.tree.map(np.testing.assert_array_equal, *same)
-    close((dx, dgate), (dx1, dgate1), 1e-6)
+    fprop, dgrad, fprop2, dgrad2 = products(x, dy, w, bias)
+    assert fprop.any() and dgrad.any()
+    np.testing.assert_array_equal(fprop, fprop2)
+    np.testing.assert_array_equal(dgrad, dgrad2)
 
 
 def test_capacity_of_tokens_that_are_whole(rng):
@@ -262,6 +279,41 @@ def test_collectives_of_pieces(rng):
             find_exchange(find_placement("", x, w[1][0], E, None, False), ExpertExchange(pieces=512), 4, 2**16, K, 4)
     sums = re.findall(r"stablehlo.all_to_all.* -> tensor<2x\d+x(\d+)xbf16>", text)
     assert sorted(map(int, sums)) == [128, 128, 128, 128, width]
+
+
+def emulated_ragged(a, out, first, sends, at, gets, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA lacks for a CPU, of all that all devices have."""
+    me, (a, first, sends, at) = (
+        jax.lax.axis_index(axis_name),
+        (jax.lax.all_gather(x, axis_name) for x in (a, first, sends, at)),
+    )
+    for sender in range(a.shape[0]):
+        number = jnp.arange(out.shape[0]) - at[sender, me]
+        is_sent = (number >= 0) & (number < jnp.minimum(sends[sender, me], gets[sender]))
+        out = jnp.where(is_sent[:, None], a[sender][first[sender, me] + number], out)
+    return out
+
+
+def test_strategies_of_the_benchmark(rng, monkeypatch):
+    """They bring the tokens and the sums that te_jax's own do, bit for bit."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged)
+    for name, way in expert_strategies.WAYS.items():
+        monkeypatch.setitem(STRATEGIES, name, way)
+    x, experts = normal(rng, 4 * 6, 8), jnp.asarray(rng.integers(0, E, (4 * 6, K)), jnp.int32)
+
+    def run(x, experts):
+        def by(strategy):
+            exchange = Exchange(("ep",), 4, ("ep",), 1, 2, E, strategy, 6, 4 * 6 * K)
+            sent = plan(experts, exchange)
+            here = dispatch(x, sent, exchange)
+            return here, collect(here * jnp.sum(sent.experts + 1.3, 1, keepdims=True), sent, exchange)
+
+        return [by(strategy) for strategy in ("all_gather", "ring", "all_to_all", "ragged")]
+
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        gathered, ring, blocks, ragged = jax.jit(jax.shard_map(run, in_specs=P("ep"), out_specs=P("ep")))(x, experts)
+    jax.tree.map(np.testing.assert_array_equal, (ring, ragged), (gathered, blocks))
 
 
 def test_places_that_lack(rng):
