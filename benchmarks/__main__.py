@@ -23,6 +23,8 @@ _OPTIONS = {
     "tokens": (int, "in the row"),
     "model": (_MODELS, "what is measured"),
     "impl": (layers.IMPLS, "by whom"),
+    "strategies": (str, "by which tokens reach their experts, as all_gather,all_to_all,ring,ragged: other rows"),
+    "pieces": (str, "in which their sums come back, as 1,2,4: other rows"),
     "role": (("fsdp", "dp", "tp"), "of all GPUs"),
     "quick": (bool, "a tenth of a second for each row, where it is a second"),
     "profile": (bool, "also the time in kernels, by jax.profiler"),
@@ -46,7 +48,10 @@ def _show(args) -> int:
 # Of each command: what runs it, its options with their defaults, and a line of help.
 COMMANDS = {
     **{name: (run.main, _ROWS, f"time {text}") for name, (_, text) in run.SUITES.items()},
-    **{name: (turns.main, _TURNS, f"time {text}") for name, (_, text) in turns.SUITES.items()},
+    **{
+        name: (turns.main, _TURNS | turns.OWN_OPTIONS.get(name, {}), f"time {text}")
+        for name, (_, text) in turns.SUITES.items()
+    },
     "trace": (
         step_trace.main,
         dict(**_LAYER, folder=None, impl="te_jax fp8 fast", calls=150),

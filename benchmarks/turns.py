@@ -53,6 +53,8 @@ SUITES = {
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
 }
 
+OWN_OPTIONS = {"ep": dict(strategies=None, pieces=None)}  # of a suite, with their defaults; its cases get them
+
 
 @dataclass
 class Contender:
@@ -178,7 +180,8 @@ def measure_all(groups: list[list[Case]], args) -> dict:
 
 
 def main(args) -> int:
-    groups = chosen(SUITES[args.command][0](args.tiny), args.only)
+    more = {name: getattr(args, name) for name in OWN_OPTIONS.get(args.command, ())}
+    groups = chosen(SUITES[args.command][0](args.tiny, **more), args.only)
     if (status := run.refuses(list(itertools.chain(*groups)), args)) is not None:
         return status
     if args.tune and timing.on_gpu():

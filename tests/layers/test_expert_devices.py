@@ -5,6 +5,8 @@ multiplies the same bits. The gradient crosses as te_jax.layers.experts.wire say
 the gradient that is rounded so.
 """
 
+import re
+from dataclasses import replace
 from functools import partial
 
 import collectives
@@ -17,8 +19,17 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
+from benchmarks import expert_strategies
 from te_jax import recipe
 from te_jax.layers import ExpertExchange, MoEOptions, moe
+from te_jax.layers.config import Config
+from te_jax.layers.experts.devices import find_exchange, find_placement
+from te_jax.layers.experts.exchange import STRATEGIES, Exchange, collect, dispatch, plan
+from te_jax.layers.experts.mlp import rows_source
+from te_jax.layers.experts.pieces import dgrad_in_pieces, fprop_in_pieces
+from te_jax.layers.produce import Role, produce, quantize_stacked
+from te_jax.layers.tensor import LayerUses
+from te_jax.ops.experts.permute import group
 from te_jax.ops.formats import ROWS_128
 from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, global_shard_guard
@@ -27,16 +38,18 @@ from te_jax.state import fp8
 B, S, H, F, E, K = 8, 6, 64, 128, 8, 2
 DEFAULT = ExpertExchange()
 BLOCKS = ExpertExchange("all_to_all", block_factor=100.0)  # for all tokens
+PIECES = ExpertExchange(pieces=2)
+WIDE = 2 * 128  # features that can be cut in two
 
 
 def normal(rng, *shape):
     return jnp.asarray(rng.standard_normal(shape), jnp.float32)
 
 
-def weights(rng, gate=None):
+def weights(rng, gate=None, h=H):
     """gate_kernel, wi, wo, wi_bias, wo_bias. gate: what is added to the logits of the experts, x having 1 in front."""
     scaled = lambda shape: 0.2 * normal(rng, *shape)
-    made = jax.tree.map(scaled, oracle.shapes(E, H, F), is_leaf=lambda n: isinstance(n[0], int))
+    made = jax.tree.map(scaled, oracle.shapes(E, h, F), is_leaf=lambda n: isinstance(n[0], int))
     return made if gate is None else (made[0].at[0].set(jnp.asarray(gate, jnp.float32)), *made[1:])
 
 
@@ -90,7 +103,8 @@ def close(got, want, rtol=1e-5):
 PLACES = {  # sizes of the mesh axes, their kind, MeshResource, tokens, exchange
     "ep": (dict(ep=4), AxisType.Auto, dict(ep_resource="ep"), ("ep",), ExpertExchange()),
     "ep-dp, blocks": (
-        dict(dp=2, ep=4), AxisType.Explicit, dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep"), BLOCKS
+        dict(dp=2, ep=4), AxisType.Explicit, dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep"),
+        replace(BLOCKS, pieces=2),
     ),
     "ep-fsdp-tp": (
         dict(fsdp=2, ep=2, tp=2), AxisType.Explicit,
@@ -104,7 +118,7 @@ SKEWED = 9.0 * np.eye(E)[3] - 9.0 * np.eye(E)[5]  # an expert that has nearly al
 @pytest.mark.parametrize("place", PLACES)
 def test_like_one_device(place, rng):
     sizes, kind, roles, tokens, exchange = PLACES[place]
-    x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)
+    x, w, dy = normal(rng, B, S, WIDE).at[..., 0].set(1.0), weights(rng, SKEWED, WIDE), normal(rng, B, S, WIDE)
     want = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
     close(on_mesh(sizes, kind, roles, x, w, dy, tokens=tokens, how=None, exchange=exchange), want)
 
@@ -135,15 +149,45 @@ RECIPES = {
 def test_fp8(name, rng):
     """With one scale for a tensor all is as on one device, given the gradient as it arrives. In blocks wgrad's
     columns of x are rounded twice: by 2**-4 of a number of x."""
-    x, w, dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
+    x, w, dy = normal(rng, B, S, WIDE), weights(rng, h=WIDE), normal(rng, B, S, WIDE)
     want = jax.jit(partial(layer, how=RECIPES[name]))(x, w, metas(), rounded(dy))
     roles, tokens = dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep")
-    options = dict(tokens=tokens, how=RECIPES[name], exchange=BLOCKS if name == "current" else ExpertExchange())
+    options = dict(tokens=tokens, how=RECIPES[name], exchange=BLOCKS if name == "current" else PIECES)
     got = on_mesh(dict(dp=2, ep=2), AxisType.Auto, roles, x, w, dy, **options)
     # dy of the router's part and of biases is not what crossed.
     (y, aux, (dx, (_, *of_experts), dmetas)), (y1, aux1, (dx1, (_, *of_experts1), dmetas1)) = got, want
     close((y, aux, dx, of_experts[1], dmetas), (y1, aux1, dx1, of_experts1[1], dmetas1))
     close(of_experts[0], of_experts1[0], 2.0**-4 if name == "block" else 1e-5)
+
+
+@pytest.mark.parametrize("name", ["block", "unquantized"])
+def test_products_in_pieces(name, rng):
+    """They have the bits of one product, also where the recipe takes it out of FP8."""
+    how = dict(RECIPES, unquantized=recipe.Float8CurrentScaling(override_linear_precision=(True, True, True)))[name]
+    experts = jnp.asarray(rng.integers(0, 4, (40, 2)))  # 3 is nobody's
+    x, dy, w, bias = normal(rng, 40, 128), normal(rng, 40, WIDE), normal(rng, 3, 128, WIDE), normal(rng, 3, WIDE)
+    config = Config(how, 1, jax.typeof(x), jax.typeof(w), jax.typeof(bias))
+    of = LayerUses.of(how, train=True, wgrad=False)
+
+    @jax.jit
+    def products(x, dy, w, bias):
+        groups = group(experts, 3)
+        rows, _ = produce(rows_source(x, groups), Role("x", None, of.x, config.x), config)
+        grad, _ = produce(rows_source(dy[:, :128], groups), Role("grad", None, of.grad, config.x), config)
+        first = quantize_stacked(w, None, of.weight, config)
+        wi = jnp.swapaxes(w, 1, 2)
+        second = quantize_stacked(wi, None, of.weight, config._replace(weight=jax.typeof(wi)))
+        terms, tail = [(grad, second, 0), (grad, second, 0)], jnp.arange(groups.slots.size) < groups.offsets[-1]
+        make = lambda pieces: (
+            fprop_in_pieces(rows, first, bias, groups, config, pieces),
+            dgrad_in_pieces(terms, groups, config, pieces),
+        )
+        return [jnp.where(tail[:, None], jnp.concatenate(each, 1), 0) for n in (1, 2) for each in make(n)]
+
+    fprop, dgrad, fprop2, dgrad2 = products(x, dy, w, bias)
+    assert fprop.any() and dgrad.any()
+    np.testing.assert_array_equal(fprop, fprop2)
+    np.testing.assert_array_equal(dgrad, dgrad2)
 
 
 def test_capacity_of_tokens_that_are_whole(rng):
@@ -216,6 +260,62 @@ def test_collectives(rng):
     assert "forward pass receives tokens 2304 B, choices" in str(said)
 
 
+def test_collectives_of_pieces(rng):
+    """Of the forward pass the sums come back in pieces, and of the backward pass whole."""
+    width, how = 4 * 128, recipe.DelayedScaling()
+    x, w, dy = normal(rng, 4, S, width).astype(jnp.bfloat16), weights(rng, h=width), normal(rng, 4, S, width)
+    mesh = jax.make_mesh((2,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(ep_resource="ep")):
+        say = lambda pieces: te.explain_moe(
+            x, *w[:3], options=MoEOptions(RouterOptions(K), exchange=ExpertExchange(pieces=pieces)), recipe=how
+        )
+        step = jax.jit(partial(layer, how=how, exchange=ExpertExchange(pieces=4)))
+        text = step.trace(x, w, metas(), dy.astype(jnp.bfloat16)).lower(lowering_platforms=("cuda",)).as_text()
+        assert (said := say(4)).forward == say(1).forward and said.pieces == 4
+        assert str(said).endswith("\nsums come back in 4 pieces: one travels while the next is multiplied")
+        with pytest.raises(ValueError, match="pieces is 3, which does not divide 512 features in multiples of 128"):
+            say(3)
+        with pytest.raises(ValueError, match="a device has 4 experts; pass at most 256"):
+            find_exchange(find_placement("", x, w[1][0], E, None, False), ExpertExchange(pieces=512), 4, 2**16, K, 4)
+    sums = re.findall(r"stablehlo.all_to_all.* -> tensor<2x\d+x(\d+)xbf16>", text)
+    assert sorted(map(int, sums)) == [128, 128, 128, 128, width]
+
+
+def emulated_ragged(a, out, first, sends, at, gets, *, axis_name):
+    """`jax.lax.ragged_all_to_all`, which XLA lacks for a CPU, of all that all devices have."""
+    me, (a, first, sends, at) = (
+        jax.lax.axis_index(axis_name),
+        (jax.lax.all_gather(x, axis_name) for x in (a, first, sends, at)),
+    )
+    for sender in range(a.shape[0]):
+        number = jnp.arange(out.shape[0]) - at[sender, me]
+        is_sent = (number >= 0) & (number < jnp.minimum(sends[sender, me], gets[sender]))
+        out = jnp.where(is_sent[:, None], a[sender][first[sender, me] + number], out)
+    return out
+
+
+def test_strategies_of_the_benchmark(rng, monkeypatch):
+    """They bring the tokens and the sums that te_jax's own do, bit for bit."""
+    monkeypatch.setattr(jax.lax, "ragged_all_to_all", emulated_ragged)
+    for name, way in expert_strategies.WAYS.items():
+        monkeypatch.setitem(STRATEGIES, name, way)
+    x, experts = normal(rng, 4 * 6, 8), jnp.asarray(rng.integers(0, E, (4 * 6, K)), jnp.int32)
+
+    def run(x, experts):
+        def by(strategy):
+            exchange = Exchange(("ep",), 4, ("ep",), 1, 2, E, strategy, 6, 4 * 6 * K)
+            sent = plan(experts, exchange)
+            here = dispatch(x, sent, exchange)
+            return here, collect(here * jnp.sum(sent.experts + 1.3, 1, keepdims=True), sent, exchange)
+
+        return [by(strategy) for strategy in ("all_gather", "ring", "all_to_all", "ragged")]
+
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh):
+        gathered, ring, blocks, ragged = jax.jit(jax.shard_map(run, in_specs=P("ep"), out_specs=P("ep")))(x, experts)
+    jax.tree.map(np.testing.assert_array_equal, (ring, ragged), (gathered, blocks))
+
+
 def test_places_that_lack(rng):
     """What finds no place in a block, or no row, is counted, and adds nothing."""
     x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)
@@ -270,6 +370,7 @@ def test_inside_shard_map_over_other_axes(rng):
         (dict(strategy="all_gather", block_factor=1.0), "which has no blocks, but block_factor is 1.0"),
         (dict(strategy="ring"), "strategy is 'ring'"),
         (dict(rows_factor=0.0), "rows_factor is 0.0"),
+        (dict(pieces=0), "pieces is 0"),
     ],
 )
 def test_bad_exchange(fields, text):

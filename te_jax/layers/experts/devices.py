@@ -14,10 +14,12 @@ import jax
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core import extension
-from te_jax.core.check import NONE, Kind, KnownFields, check, number, one_of
+from te_jax.core.check import NONE, Kind, KnownFields, check, integer, number, one_of
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
 from te_jax.layers.experts.exchange import PEER_ACCESS, STRATEGIES, WHOLE, Exchange
+from te_jax.ops.experts.permute import ALIGNMENT
+from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.formats import ceil_div
 from te_jax.sharding.constraints import entries
 from te_jax.sharding.logical_axes import batch_axes
@@ -38,6 +40,9 @@ class ExpertExchange(KnownFields):
               are there. What finds no place is dropped. all_to_all needs it; T k / devices is the mean for even loads.
     rows_factor: a device has rows for ceil(rows_factor T k) pairs of a token and an expert, 1 being the mean; pairs
               beyond that are dropped. None: rows for all that may come, so that nothing is dropped.
+    pieces: the last product of the experts is computed in this many pieces of its features, and sums of one come back
+              while the next is multiplied. It must divide the features into multiples of 128. In the backward pass
+              wgrad runs while sums come back; under a recipe, where wi is not differentiated, they come in pieces too.
 
     `MoEAux.dropped` counts what is dropped. Raises ValueError (TypeError for a wrong type) that names the field, its
     value and what is allowed.
@@ -46,12 +51,14 @@ class ExpertExchange(KnownFields):
     strategy: str = "auto"
     block_factor: float | None = None
     rows_factor: float | None = None
+    pieces: int = 1
 
     def __post_init__(self) -> None:
         name = type(self).__name__
         check(name, "strategy", self.strategy, one_of("auto", *STRATEGIES))
         for what in ("block_factor", "rows_factor"):
             check(name, what, getattr(self, what), NONE | number(above=0))
+        check(name, "pieces", self.pieces, integer(1))
         if self.strategy == "all_to_all" and self.block_factor is None:
             raise ValueError(
                 f"{name}: strategy is 'all_to_all', but block_factor is None, and blocks need a size; pass a number, "
@@ -209,9 +216,12 @@ def _that_divide(named, shape, sizes) -> tuple[tuple[str, ...], ...]:
 
 
 def find_exchange(
-    placement: ExpertPlacement, options: ExpertExchange, tokens: int, topk: int, experts: int
+    placement: ExpertPlacement, options: ExpertExchange, tokens: int, width: int, topk: int, experts: int
 ) -> Exchange:
-    """The exchange of a device that has this many tokens and experts."""
+    """The exchange of a device that has this many tokens, of `width` features, and experts.
+
+    Raises ValueError for pieces that do not divide these.
+    """
     axes, sharing = placement.crossed, placement.devices(axis for axis in placement.hidden if axis in placement.crossed)
     devices, owners, mean = placement.devices(axes), placement.devices(placement.experts), tokens * topk
     block, strategy = tokens, options.strategy
@@ -226,10 +236,11 @@ def find_exchange(
     pairs = devices * block * min(topk, experts)
     if options.rows_factor is not None:
         pairs = min(pairs, max(1, ceil_times(options.rows_factor, mean * devices, owners)))
+    pieces = 1 if strategy == WHOLE else options.pieces
+    _check_pieces(pieces, width, experts)
+    sizes = experts, experts * owners, strategy, block, pairs, pieces
     direct = strategy == PEER_ACCESS and sharing == 1 and _reads_few(topk, devices)
-    return Exchange(
-        axes, devices, placement.experts, sharing, experts, experts * owners, strategy, block, pairs, direct
-    )
+    return Exchange(axes, devices, placement.experts, sharing, *sizes, direct)
 
 
 def _check_peer_access():
@@ -246,6 +257,19 @@ def _reads_few(topk: int, devices: int) -> bool:
     """Whether a token has hardly more rows on other devices than it has other devices, choices being even."""
     rows, reached = topk * (1 - 1 / devices), (devices - 1) * (1 - (1 - 1 / devices) ** topk)
     return rows <= 1.5 * reached
+
+
+def _check_pieces(pieces: int, width: int, experts: int):
+    if pieces > 1 and width % (ALIGNMENT * pieces):
+        raise ValueError(
+            f"ExpertExchange: pieces is {pieces}, which does not divide {width} features in multiples of {ALIGNMENT}; "
+            "pass a number that does, or 1."
+        )
+    if pieces > 1 and pieces * experts > MOST_EXPERTS:
+        raise ValueError(
+            f"ExpertExchange: pieces is {pieces}, and a device has {experts} experts; pass at most "
+            f"{max(1, MOST_EXPERTS // experts)}: grouped products take {MOST_EXPERTS} kernels."
+        )
 
 
 def ceil_times(factor: float, count: int, by: int) -> int:

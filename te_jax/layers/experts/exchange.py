@@ -33,6 +33,7 @@ class Exchange(NamedTuple):
     strategy: str  # a key of STRATEGIES
     block: int  # tokens that a device sends to each other one at most
     pairs: int  # of a token and a choice that a device has rows for at most
+    pieces: int = 1  # of the columns of what is collected
     direct: bool = False  # rows of experts are read from their devices' memory, instead of sums of a token's rows
 
     @property

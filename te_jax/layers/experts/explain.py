@@ -35,6 +35,7 @@ class MoEExplanation(NamedTuple):
     rows: int  # of the buffer of a device's experts
     forward: dict[str, int]  # what crosses in the forward pass -> its bytes
     backward: dict[str, int]
+    pieces: int = 1  # of the features, in which the sums of the forward pass come back
 
     def __str__(self) -> str:
         split = lambda axes: f" ({' x '.join(axes)})" if axes else ""
@@ -47,6 +48,8 @@ class MoEExplanation(NamedTuple):
         for name, crossing in (("forward", self.forward), ("backward", self.backward)):
             each = ", ".join(f"{what} {_size(size)}" for what, size in crossing.items())
             lines.append(f"{name} pass receives {each or 'nothing'}")
+        if self.pieces > 1:
+            lines.append(f"sums come back in {self.pieces} pieces: one travels while the next is multiplied")
         return "\n".join(lines)
 
 
@@ -92,11 +95,12 @@ def explain_moe(
     if placement.shards:
         tokens //= placement.devices(placement.token_axes)
     experts = num_experts // placement.devices(placement.experts)
-    exchange = find_exchange(placement, options.exchange, tokens, topk, experts)
+    exchange = find_exchange(placement, options.exchange, tokens, width, topk, experts)
     crossing = _crossing(exchange, width, topk, dtype, recipe)
     axes = placement.experts, placement.token_axes, placement.hidden
     sizes = experts, tokens, exchange.received, exchange.rows
-    return MoEExplanation(exchange.strategy, _why(exchange, options.exchange, tokens), *axes, *sizes, *crossing)
+    why = _why(exchange, options.exchange, tokens)
+    return MoEExplanation(exchange.strategy, why, *axes, *sizes, *crossing, exchange.pieces)
 
 
 def _why(exchange: Exchange, options: ExpertExchange, tokens: int) -> str:

@@ -6,7 +6,6 @@ where the recipe scales whole tensors: its FP8 state has an axis of experts then
 """
 
 from collections.abc import Callable
-from functools import reduce
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ from te_jax.core.policies import with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
 from te_jax.layers.experts.exchange import Exchange, Sent, collect, dispatch
+from te_jax.layers.experts.pieces import Pieces, combine_bwd_pieces, combine_pieces, dgrad_in_pieces, fprop_in_pieces
 from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, quantize_part, slots_at
 from te_jax.layers.experts.wire import Received, receive_gradient, receive_rows
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
@@ -38,7 +38,7 @@ from te_jax.layers.vjp import (
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.paired import is_pairable, paired_activation_grad_source
 from te_jax.ops.experts.peers import combine_of_peers
-from te_jax.ops.experts.permute import Groups, combine_bwd_op, combine_op, permute_fp8_source, permute_source
+from te_jax.ops.experts.permute import Groups, combine_op, permute_fp8_source, permute_source
 from te_jax.ops.experts.rows import dbias_of_experts, grouped_activation_source
 from te_jax.ops.formats import ROWS_128, format_of
 from te_jax.ops.source import Source
@@ -70,6 +70,11 @@ class ExpertStatic(NamedTuple):
     middle_name: str | None  # of the activation's input, for `jax.checkpoint` policies
     exchange: Exchange | None = None  # between devices
 
+    @property
+    def pieces(self) -> int:
+        """Of what comes back from the devices of experts."""
+        return 1 if self.exchange is None else self.exchange.pieces
+
     def spans(self) -> list[slice]:
         """The slots of each part of wi."""
         ends = [sum(self.slots[: i + 1]) for i in range(len(self.slots))]
@@ -97,13 +102,14 @@ def rows_of_tokens(rows: jax.Array, groups: Groups, weights: jax.Array | None = 
     return combine_op(rows, groups.rows, weights, None)[0]
 
 
-def _add_rows(rows, routed: "Routed", weights, of_all, static: "ExpertStatic", kept=()) -> jax.Array:
+def _add_rows(rows: Pieces, routed: "Routed", weights, of_all, static: "ExpertStatic", kept=()) -> jax.Array:
     """[*B, H]: the sum of the rows [R, H] of each token of this device, times weights [*B, k], or those of_all tokens
     that are here. kept: as of `receive_rows`."""
     exchange = static.exchange
-    if exchange is not None and exchange.direct:
-        return combine_of_peers(rows, routed.sent.positions, weights, exchange.axes, kept)
-    return _back(rows_of_tokens(rows, routed.groups, of_all), routed, static)
+    if exchange is None or not exchange.direct:
+        return combine_pieces(rows, routed.groups, of_all, lambda sums: _back(sums, routed, static))
+    add = lambda each: combine_of_peers(each, routed.sent.positions, weights, exchange.axes, kept)
+    return jnp.concatenate(list(map(add, rows)), -1)
 
 
 def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, train: bool, need_wgrad):
@@ -124,7 +130,7 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     role = Role("x", wo.metas.x, uses.x, jax.typeof(z))
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
     w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
-    rows = grouped_fprop(q1, w1, wo.bias, groups, static.wo)
+    rows = fprop_in_pieces(q1, w1, wo.bias, groups, static.wo, static.pieces)
     y = _add_rows(rows, routed, weights, of_all, static, kept)
     return y, (q0, parts), (q1, (w1,)), z, rows, of_all
 
@@ -156,7 +162,7 @@ def _experts_fwd(operands, routed, static):
     y, *pairs, z, rows, weights = _forward(operands, routed, static, train=True, need_wgrad=need_wgrad)
     each = zip(pairs, (operands.wi, operands.wo), (static.wi, static.wo), need_wgrad)
     saved = [_save(*pair, p.metas, config, needs_wgrad) for pair, p, config, needs_wgrad in each]
-    rows = rows if of_weights else rows[:0]  # only the router's gradient reads them
+    rows = rows if of_weights else tuple(each[:0] for each in rows)  # only the router's gradient reads them
     return y, (saved, z, rows, weights, routed)
 
 
@@ -179,8 +185,8 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     if not static.wo.on_mesh:  # no gradient during the forward pass, where dy is known before y
         dy, z, rows = lax.optimization_barrier((dy, z, rows))
     dweights = None
-    if rows.size:
-        dweights = like(_back(_weights_grad(dy, rows, groups), routed, static), weights)
+    if rows[0].size:
+        dweights = like(_back(combine_bwd_pieces(dy, rows, groups), routed, static), weights)
     grad, dbias = quantize_rows_grad(dy, weights, second, groups, static.wo)
     (w1,) = second.weight
     da = grouped_dgrad(grad, w1, groups, static.wo)
@@ -190,18 +196,13 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     in_one_array = _fit_in_one_array(z, first, groups, static.wi)
     grad, dbias = quantize_activation_grad(source, z, first, static.wi, in_one_array=in_one_array)
     spans = static.spans()
-    each = [grouped_dgrad(slots_at(grad, s), w, groups, static.wi, s.start) for w, s in zip(first.weight, spans)]
-    dx = like(_add_rows(reduce(jnp.add, each), routed, None, None, static), static.wi.x)
+    terms = [(slots_at(grad, s), w, s.start) for w, s in zip(first.weight, spans)]
+    pieces = 1 if first.needs_wgrad else static.pieces  # wgrad runs while sums of dx travel
+    dx = dgrad_in_pieces(terms, groups, static.wi, pieces)
+    dx = like(_add_rows(dx, routed, None, None, static), static.wi.x)
     of_parts = [range(span.start, span.stop) for span in spans]
     dwi = _differentiate(first, grad, dbias, groups, static.wi, of_parts)
     return ExpertOperands(dx, dweights, dwi, dwo), None
-
-
-def _weights_grad(dy: jax.Array | Received, rows: jax.Array, groups: Groups) -> jax.Array:
-    """f32[*B, k]: the gradient of y [*B, O] times each row of a token."""
-    if isinstance(dy, Received):
-        return combine_bwd_op(dy.data, rows.astype(jnp.bfloat16), groups.rows, dy.scales)[0]
-    return combine_bwd_op(dy, rows.astype(dy.dtype), groups.rows, None)[0]
 
 
 def quantize_rows_grad(

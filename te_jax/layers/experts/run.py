@@ -15,6 +15,7 @@ from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import ExpertPlacement, find_exchange
 from te_jax.layers.experts.exchange import Exchange, collect_tokens, dispatch_tokens, group_sent, plan
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, Routed, run_experts
+from te_jax.layers.experts.pieces import OutOperands, out_in_pieces
 from te_jax.layers.experts.weights import Parts, arrays_of
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
@@ -101,7 +102,7 @@ def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Arra
     flat = lambda a: a.reshape(-1, a.shape[-1])
     h, weights, experts = map(flat, inputs[:3])
     held = arrays_of(inputs.wi)[0].shape[0]
-    exchange = find_exchange(placement, run.options.exchange, h.shape[0], experts.shape[-1], held)
+    exchange = find_exchange(placement, run.options.exchange, *h.shape, experts.shape[-1], held)
     sent = plan(experts, exchange)
     if inputs.wo_bias is not None and placement.hidden:  # once, not with each part of F
         is_first = lax.axis_index(placement.hidden) == 0
@@ -142,7 +143,11 @@ def _in_type_of_x(run: ExpertRun, inputs: ExpertInputs, routed: Routed, exchange
     slots = [product(rows, *each) for each in zip(kernels, inputs.wi_bias or (None,) * len(kernels))]
     slots = [with_names(z, run.middle_name) for z in slots]
     a = act_op.activation_of_slots(slots, options.activations, options.activation_params)
-    y = combine(product(a, *arrays_of(inputs.wo), inputs.wo_bias), groups, weights)
+    (wo,) = arrays_of(inputs.wo)
+    if exchange is not None and exchange.pieces > 1:
+        *operands, groups, sent = align(a, weights, wo, inputs.wo_bias, groups, sent)
+        return out_in_pieces(OutOperands(*operands), (groups, sent), exchange)
+    y = combine(product(a, wo, inputs.wo_bias), groups, weights)
     return y if exchange is None else collect_tokens(*align(y, sent), exchange)
 
 
