@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from te_jax.ops import attention, gemm, gemm_grouped, norm, quantize, rope  # noqa: F401  (declares the ops)
 from te_jax.ops import scale_update as scaling
-from te_jax.ops.experts import permute, router, rows  # noqa: F401
+from te_jax.ops.experts import peers, permute, router, rows  # noqa: F401
 from te_jax.ops.quantize import activation
 
 from .op_case import E4M3, E5M2, Case, Large, bf16, e8m0, f32, i32, u32
@@ -120,9 +120,29 @@ CASES = [
         "permute_mx", "te_permute_mx", dict(_permuted, h=128, r=64), (bf16, i32, i32, f32), dict(_mx, topk=2),
         None, {"m...": 1},
     ),
-    Case("combine", "te_combine", _permuted, (f32, i32, f32), {}, None, {"m...": 1}),
-    Case("combine_plain", "te_combine", _permuted, (bf16, i32, None), {}, None, {"m...": 1}),
-    Case("combine_bwd", "te_combine_bwd", _permuted, (f32, f32, i32), {}, None, {"m...": 1}),
+    Case(
+        "permute_fp8", "te_permute_fp8", dict(_permuted, h=256), (E4M3, f32, i32, i32, f32, None, f32),
+        dict(topk=2, dtype=E4M3), None, {"m...": 1},
+    ),
+    Case(
+        "permute_fp8_block", "te_permute_fp8_block", dict(_permuted, h=512, r=128),
+        (E4M3, f32, i32, i32, f32, None), dict(_law, topk=2), None, {"m...": 1},
+    ),
+    Case(
+        "permute_fp8_mx", "te_permute_fp8_mx", dict(_permuted, h=128, r=64), (E4M3, f32, i32, i32, f32, None),
+        dict(_mx, topk=2), None, {"m...": 1},
+    ),
+    Case("combine", "te_combine", _permuted, (f32, i32, f32, None), {}, None, {"m...": 1}),
+    Case("combine_plain", "te_combine", _permuted, (bf16, i32, None, None), {}, None, {"m...": 1}),
+    Case("combine_bwd", "te_combine_bwd", _permuted, (f32, f32, i32, None), {}, None, {"m...": 1}),
+    Case(
+        "combine_bwd_fp8", "te_combine_bwd", dict(_permuted, h=256), (E4M3, bf16, i32, f32), {}, None, {"m...": 1},
+    ),
+    Case("address", "te_address", {"m...0": 8, "h": 16}, (bf16,), {}, None, {"m...": 1}),
+    Case(
+        "keep", "te_keep", {"m...0": 8, "n...0": 4, "d": 2, "c": 2}, (bf16, f32, u32), {}, None,
+        {"m...": 1, "n...": 1},
+    ),
     Case(
         "scale_update", "te_scale_update", {"n": 3, "b...0": 8, "l": 16}, (f32, f32, f32, f32),
         dict(interval=1, margin=1.0, newest=False), scaling.results_of(3), {"b...": 1},

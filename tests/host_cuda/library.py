@@ -29,6 +29,8 @@ SOURCES = (
     "groups",
     "permute",
     "permute_block",
+    "permute_fp8",
+    "permute_fp8_block",
     "rope",
     "router",
     "scaling",
