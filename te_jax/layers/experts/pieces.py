@@ -34,9 +34,9 @@ def fprop_in_pieces(
     if pieces == 1:
         return (grouped_fprop(x, w, bias, groups, config),)
     data, scale_inv = w.columns
-    w = Fp8Tensor(data_t=data, scale_inv_t=scale_inv, wide=_split(w.wide, 2, pieces))
-    w = _split_fp8(w, "data_t", "scale_inv_t", config, pieces)
-    x, bias = _of_each_group(x, pieces), _split(bias, 1, pieces)
+    w = Fp8Tensor(data_t=data, scale_inv_t=scale_inv, wide=_cut_columns(w.wide, 2, pieces))
+    w = _cut_layout(w, "data_t", "scale_inv_t", config, pieces)
+    x, bias = _of_each_group(x, pieces), _cut_columns(bias, 1, pieces)
     return tuple(grouped_fprop(x, w, bias, of_piece, config) for of_piece in _groups_of_pieces(groups, pieces))
 
 
@@ -46,26 +46,26 @@ def dgrad_in_pieces(
     """The sum of `grouped_dgrad` over terms (dy, w [E, K, *N], slot), K a multiple of 128 `pieces`."""
     all_groups = _groups_of_pieces(groups, pieces) if pieces > 1 else [groups]
     if pieces > 1:
-        terms = [(_of_each_group(dy, pieces), _split_rows(w, config, pieces), slot) for dy, w, slot in terms]
+        terms = [(_of_each_group(dy, pieces), _cut_rows(w, config, pieces), slot) for dy, w, slot in terms]
     products = lambda of_piece: [grouped_dgrad(dy, w, of_piece, config, slot) for dy, w, slot in terms]
     return tuple(reduce(jnp.add, products(of_piece)) for of_piece in all_groups)
 
 
-def _split_rows(w: Fp8Tensor, config: Config, pieces: int) -> Fp8Tensor:
+def _cut_rows(w: Fp8Tensor, config: Config, pieces: int) -> Fp8Tensor:
     data, scale_inv = w.rows
-    w = Fp8Tensor(data=data, scale_inv=scale_inv, wide=_split(w.wide, 1, pieces))
-    return _split_fp8(w, "data", "scale_inv", config, pieces)
+    w = Fp8Tensor(data=data, scale_inv=scale_inv, wide=_cut_columns(w.wide, 1, pieces))
+    return _cut_layout(w, "data", "scale_inv", config, pieces)
 
 
-def _split_fp8(w: Fp8Tensor, data: str, scale_inv: str, config: Config, pieces: int) -> Fp8Tensor:
+def _cut_layout(w: Fp8Tensor, data: str, scale_inv: str, config: Config, pieces: int) -> Fp8Tensor:
     """The layout of these names, [E, N, *K], and its inverse scales, for the groups of pieces."""
     form, inverse = format_of(config.recipe, "kernel"), getattr(w, scale_inv)
     if form.block and inverse is not None:
         # Scales of blocks that are not square have the contracted axis in front: [E, *K / block, N].
-        inverse = _split(inverse, 1 if form.square else inverse.ndim - 1, pieces)
+        inverse = _cut_columns(inverse, 1 if form.square else inverse.ndim - 1, pieces)
     elif inverse is not None and inverse.ndim:
         inverse = jnp.repeat(inverse, pieces)
-    return w._replace(**{data: _split(getattr(w, data), 1, pieces), scale_inv: inverse})
+    return w._replace(**{data: _cut_columns(getattr(w, data), 1, pieces), scale_inv: inverse})
 
 
 def _of_each_group(rows: Fp8Tensor, pieces: int) -> Fp8Tensor:
@@ -74,7 +74,7 @@ def _of_each_group(rows: Fp8Tensor, pieces: int) -> Fp8Tensor:
     return rows._replace(scale_inv=jnp.repeat(inverse, pieces)) if inverse is not None and inverse.ndim == 1 else rows
 
 
-def _split(a: jax.Array | None, axis: int, pieces: int) -> Any:
+def _cut_columns(a: jax.Array | None, axis: int, pieces: int) -> Any:
     """[E, ..., N, ...] with N along `axis` -> [E P, ..., N / P, ...]: the same memory where the axis is 1."""
     if a is None:
         return None
@@ -138,7 +138,7 @@ class OutOperands(NamedTuple):
     bias: jax.Array | None  # [E, O]
 
 
-def _product(groups: Groups, a, wo, bias):
+def _last_product(groups: Groups, a, wo, bias):
     return gemm_grouped(a, wo.astype(a.dtype), groups.offsets, groups.counts, bias=bias, k_first=True)
 
 
@@ -148,8 +148,8 @@ def _out(operands: OutOperands, routed: tuple[Groups, Sent], exchange: Exchange)
 
 def _out_fwd(operands: OutOperands, routed: tuple[Groups, Sent], exchange: Exchange):
     (a, weights, wo, bias), (groups, sent) = operands, routed
-    wo, bias = _split(wo, 2, exchange.pieces), _split(bias, 1, exchange.pieces)
-    rows = tuple(_product(of_piece, a, wo, bias) for of_piece in _groups_of_pieces(groups, exchange.pieces))
+    wo, bias = _cut_columns(wo, 2, exchange.pieces), _cut_columns(bias, 1, exchange.pieces)
+    rows = tuple(_last_product(of_piece, a, wo, bias) for of_piece in _groups_of_pieces(groups, exchange.pieces))
     y = combine_pieces(rows, groups, weights, lambda sums: collect(sums, sent, exchange))
     return y, (operands, routed, rows)
 
@@ -159,7 +159,7 @@ def _out_bwd(exchange: Exchange, residuals, dy):
     dy = dispatch(dy, sent, exchange)
     dweights = like(combine_bwd_pieces(dy, rows, groups), weights)
     drows = permute_source(dy, groups, weights).run(("rows",), jnp.float8_e4m3fn)["rows"]
-    _, transpose = jax.vjp(partial(_product, groups), a, wo, bias)
+    _, transpose = jax.vjp(partial(_last_product, groups), a, wo, bias)
     da, dwo, dbias = transpose(drows)
     return OutOperands(da, dweights, dwo, dbias), None
 
