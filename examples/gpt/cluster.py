@@ -98,8 +98,10 @@ def leave(main: Callable[[], int]) -> None:
     processes that may wait for this one."""
     try:
         code = main()
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
+        if isinstance(error, jax.errors.JaxRuntimeError) and several():
+            print("a collective fails where another process of the run has ended: see what it says", file=sys.stderr)
         code = 1
     if code == 0:
         sys.exit()

@@ -13,6 +13,10 @@ from typing import NoReturn
 _QUANTIZED = "te_jax quantizes inside of its layers: give `quantizer_set` to dense, layernorm_dense or layernorm_mlp"
 INTERNAL = "it is an internal op of TransformerEngine: use the functions of `.dense`, `.layernorm` and `.attention`"
 _MOE = "te_jax has its own layer of experts: te_jax.layers.moe, te_jax.flax.MoEBlock, TransformerLayer(moe=...)"
+_EP = (
+    "te_jax.layers.moe and te_jax.flax.MoEBlock send tokens themselves, where MeshResource(ep_resource=...) names a "
+    "mesh axis; docs/migration.md has each name"
+)
 _MESH = "use `jax.lax` and the axes of the MeshResource directly"
 _SCORE = "te_jax has no score_mod: cuDNN's callbacks have no plain-JAX form. Give a bias or a mask"
 
@@ -26,7 +30,7 @@ ABSENT: dict[str, dict[str, str]] = {
     },
     "transformer_engine.jax": {
         "debug": "te_jax.fp8_probes and te_jax.fp8_stats show what happens to tensors in FP8",
-        "ep": _MOE,
+        "ep": _EP,
         "moe": _MOE,
         "fp8": "newer releases have it as `.quantize`: import from there",
         "fused_attn": "newer releases have it as `.attention`: import from there",
@@ -57,7 +61,7 @@ ABSENT: dict[str, dict[str, str]] = {
         "make_fused_attn_score_mod_config": _SCORE,
         "validate_fused_attn_score_mod": _SCORE,
         **dict.fromkeys(("activation", "base", "normalization", "quantization", "amax", "topk", "router"), INTERNAL),
-        "ep": _MOE,
+        "ep": _EP,
         "flex_attention": _SCORE,
         "softmax": "use jax.nn.softmax",
     },

@@ -16,6 +16,7 @@ from jax import lax
 from jax.core import ShapedArray
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
 from jax.sharding import AbstractMesh, AxisType, ManualAxisType, NamedSharding, PartitionSpec
@@ -26,7 +27,9 @@ from te_jax.core.derivatives import differentiate_primitive, with_derivative_of
 from te_jax.core.placement import place, spec_of_sharding
 from te_jax.core.rule import Rule, factors_of, is_group
 from te_jax.core.types import align, splittable_axes, varying_axes
+from te_jax.core.versions import installed_version
 
+_VERSION = installed_version("te_jax")  # whose kernels the program calls
 _NO_MESH = AbstractMesh((), ())
 # In jaxlib 0.11 a kernel whose result `lax.scan` keeps for the backward pass runs again for the result's other readers
 # (https://github.com/openxla/xla/pull/45799); not so behind a barrier.
@@ -397,7 +400,10 @@ class Op:
             need_replication_factors=fixed,
             **inner,
         )
-        return call(*args)
+        # Of `partition` the program has only an address. Where jax is told to leave that out of the key of its
+        # compilation cache (jax_remove_custom_partitioning_ptr_from_cache_key), this tells ops and attributes apart.
+        with set_xla_metadata(te_jax_op=f"{self.name} {sorted(params.items())} {_VERSION}"):
+            return call(*args)
 
     def _each(self, params, args):
         """The calls of one device. params["mapped"]: for each mapped axis, the outermost first, the names of the

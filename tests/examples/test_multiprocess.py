@@ -5,6 +5,7 @@ import json
 import os
 import pathlib
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -20,23 +21,31 @@ from example_runs import unrendered  # noqa: F401
 ROOT = pathlib.Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "examples"))
 
+import experts_across  # noqa: E402
 import generate  # noqa: E402
 import train_gpt  # noqa: E402
 from gpt import checkpoint, rundir  # noqa: E402
 
 RUN = "--preset tiny --layers 1 --seq-len 32 --batch-size 8 --steps 6 --amax-history-len 4 --eval-every 0"
 RUN = [*RUN.split(), "--checkpoint-every", "3", "--data", str(ROOT / "examples" / "README.md")]
+MOE = [*RUN, "--no-checkpoint", "--steps", "3", "--moe", "8", "--top-k", "2", "--mesh", "fsdp=2,ep=4"]
 
-# Each process runs train_gpt.py, then says which rows of a batch of 8 it reads on meshes of other shapes, and which
-# part of a sequence of 32 its first device has where all divide it.
-PROGRAM = """
+# Each process runs train_gpt.py.
+TRAIN = """
 import faulthandler
 import sys
 faulthandler.dump_traceback_later(350)  # where each thread is, if it hangs
+import functools
+import jax
 import numpy as np
 import train_gpt
-code = train_gpt.main(sys.argv[1:])
-import jax
+heartbeat = dict(heartbeat_timeout_seconds=10)  # after which jax ends a process that waits for one that is gone
+jax.distributed.initialize = functools.partial(jax.distributed.initialize, **heartbeat)
+code = train_gpt.main(sys.argv[1 : sys.argv.index("--then")])
+"""
+# Then it says which rows of a batch of 8 it reads on meshes of other shapes, and which part of a sequence of 32 its
+# first device has where all divide it.
+ROWS = """
 from jax.sharding import AxisType
 from gpt import mesh
 rows = {}
@@ -49,7 +58,26 @@ for sizes in ((2, 2, 2), (1, 1, 8), (8, 1, 1), (1, 2, 4)):
 feed = mesh.Feed(jax.make_mesh((1, 1, 8), ("dp", "fsdp", "cp"), axis_types=(AxisType.Auto,) * 3), 8)
 pair = feed(np.tile(np.arange(33), (8, 1)))
 print("places", *(x.addressable_data(0)[-1].tolist() for x in pair), file=sys.stderr)
-sys.exit(code)
+"""
+# Then experts that all devices divide: a layer, whose numbers process 0 writes, and train_gpt.py. At last process 1 is
+# killed, and process 0 runs the layer once more.
+EXPERTS = """
+import os, pathlib, signal
+import experts_across
+from gpt import cluster
+out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
+for name in experts_across.CASES:
+    layer, arguments = experts_across.case(name)
+    numbers = experts_across.numbers(layer(*arguments))
+    if cluster.is_first():
+        np.savez(out / f"{name}.npz", **numbers)
+experts = sys.argv[sys.argv.index("--then") + 1 :]
+trained = train_gpt.main([*experts, "--out", str(out / "experts")])
+print("codes", code, trained, file=sys.stderr)
+cluster.wait_for_all("the last one goes on")
+if not cluster.is_first():
+    os.kill(os.getpid(), signal.SIGKILL)
+cluster.leave(lambda: jax.block_until_ready(layer(*arguments)) and 0)
 """
 
 
@@ -58,12 +86,12 @@ def folder_of_programs() -> tempfile.TemporaryDirectory:
     return tempfile.TemporaryDirectory()
 
 
-def two_processes(out, *arguments) -> list[subprocess.CompletedProcess]:
-    """`PROGRAM` in processes 0 and 1 of one run, and what they said. Runs share their compiled programs."""
+def two_processes(out, *arguments, then="") -> list[subprocess.CompletedProcess]:
+    """`TRAIN` and `then` in processes 0 and 1 of one run, and what they said. Runs share their compiled programs."""
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
-    path = os.pathsep.join(map(str, (ROOT, ROOT / "examples")))
+    path = os.pathsep.join(map(str, (ROOT, ROOT / "examples", ROOT / "tests" / "support")))
     environment = os.environ | {
         "JAX_PLATFORMS": "cpu",
         "XLA_FLAGS": QUICK,
@@ -74,7 +102,8 @@ def two_processes(out, *arguments) -> list[subprocess.CompletedProcess]:
     }
     common = [*RUN, "--out", str(out), "--devices", "4", "--mesh", "dp=2,fsdp=2,tp=2", *arguments]
     together = ["--coordinator", f"localhost:{port}", "--processes", "2", "--process-id"]
-    commands = [[sys.executable, "-c", PROGRAM, *common, *together, str(i)] for i in range(2)]
+    program = [sys.executable, "-c", f"{TRAIN}{then}\nsys.exit(code)"]
+    commands = [[*program, *common, *together, str(i), "--then", *MOE] for i in range(2)]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     started = [subprocess.Popen(command, env=environment, **pipes) for command in commands]
     try:
@@ -112,7 +141,7 @@ def saved(out, step: int) -> dict:
 def whole(tmp_path_factory):
     """(--out, what the processes said) of a run without a stop."""
     out = tmp_path_factory.mktemp("whole")
-    return out, two_processes(out)
+    return out, two_processes(out, then=ROWS + EXPERTS)
 
 
 def stopped(whole, tmp_path) -> pathlib.Path:
@@ -125,12 +154,38 @@ def stopped(whole, tmp_path) -> pathlib.Path:
 
 def test_two_processes_are_one_run(whole):
     out, said = whole
-    assert [one.returncode for one in said] == [0, 0], said[0].stderr[-3000:] + said[1].stderr[-3000:]
+    for one in said:
+        assert "codes 0 0" in one.stderr, one.stderr[-3000:]
     assert "mesh dp=2,fsdp=2,tp=2" in said[0].stdout and "steps 0 to 6 of 6" in said[0].stdout
     assert "loss" not in said[1].stdout + said[1].stderr, "process 0 speaks for all"
     assert len(losses(out)) == 6 and (out / "loss.png").exists()
     results = json.loads((out / "results.json").read_text())
     assert results["device"]["count"] == 8 and results["args"]["process_id"] == 0
+
+
+def test_devices_of_both_divide_experts(whole):
+    """As devices of one process do, but for the order of sums; quantized tensors and FP8 state have the same bits."""
+    for name in experts_across.CASES:
+        got, (layer, arguments) = np.load(whole[0] / f"{name}.npz"), experts_across.case(name)
+        want = experts_across.numbers(layer(*arguments))
+        assert set(got) == set(want)
+        for path in want:
+            bound = 0 if "fp8" in path or "expert_bias" in path else 1e-6 * np.abs(want[path]).max()
+            np.testing.assert_allclose(got[path], want[path], rtol=0, atol=bound, err_msg=path)
+
+
+@pytest.mark.skipif(jax.device_count() < 8, reason="needs 8 devices: run it on a CPU")
+def test_two_processes_train_experts(whole, tmp_path):
+    assert train_gpt.main([*MOE, "--out", str(tmp_path)]) == 0
+    np.testing.assert_allclose(losses(whole[0] / "experts"), losses(tmp_path), rtol=0, atol=5e-3)  # FP8
+
+
+def test_a_killed_process_ends_the_other(whole):
+    """Which sends tokens to its experts: a collective fails, or jax misses the other one."""
+    other, killed = whole[1]
+    assert killed.returncode == -signal.SIGKILL
+    words = {1: "another process of the run has ended", -signal.SIGABRT: "distributed service detected fatal errors"}
+    assert words[other.returncode] in other.stderr, other.stderr[-3000:]
 
 
 def test_each_process_reads_its_rows(whole):

@@ -75,9 +75,17 @@ def test_mesh_and_shard_map(rng, on_host):
             np.testing.assert_allclose(a, b, rtol=1e-4, atol=2.0**-19 * np.abs(b).max(initial=1e-20))
 
 
-def test_experts_are_divided(rng):
+def shardings_on(sizes, boxed, **resource):
+    """The mesh, and where a state lies on it by its logical axes."""
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(**resource)):
+        rules = te.sharding.extend_logical_axis_rules((("embed", resource.get("fsdp_resource")), ("mlp", None)))
+        return mesh, rules, nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+
+
+def test_experts_are_divided(rng, tmp_path):
     """Experts on dp, by the logical axis "expert" of their parameters: after two steps of training parameters, biases
-    and FP8 state are as on one device."""
+    and FP8 state are as on one device. A checkpoint of them has the same bits on other meshes and on one device."""
     fields = FIELDS | dict(aux_loss_coeff=0.01, layernorm_input_axes=("nvte_batch", None, None))
     model, x = te_flax.MoEBlock(**fields), states.data(rng, 4, S, H)
     start = states.state_of(model, RECIPE, x)
@@ -86,17 +94,27 @@ def test_experts_are_divided(rng):
         state = nn.meta.unbox(state)
         for rate in (0.1, 0.2):
             state = train_step(model, state, x, rate)
-        return jax.device_get((state.params, state.fp8))
+        return state
 
     want = steps(start)
-    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
-    resource = te.MeshResource(dp_resource="dp", ep_resource="dp")
-    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
-        with nn.logical_axis_rules(te.sharding.extend_logical_axis_rules((("embed", None), ("mlp", None)))):
-            shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(start), mesh)
-            assert shardings.params["wo"].spec[0] == "dp"
-            got = steps(jax.device_put(start, shardings))
+    resource = dict(dp_resource="dp", ep_resource="dp")
+    mesh, rules, on_dp = shardings_on({"dp": 4}, start, **resource)
+    assert on_dp.params["wo"].spec[0] == "dp"
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(**resource)), nn.logical_axis_rules(rules):
+        got = steps(jax.device_put(start, on_dp))
     # The gradient is rounded on its way: by 2**-4 of a number, and its amax with it.
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+    for a, b in zip(jax.tree.leaves((got.params, got.fp8)), jax.tree.leaves((want.params, want.fp8)), strict=True):
         np.testing.assert_allclose(a, b, rtol=2.0**-4, atol=2.0**-4 * np.abs(b).max())
-    states.assert_equal(got[1]["expert_bias"], want[1]["expert_bias"])
+    states.assert_equal(got.fp8["expert_bias"], want.fp8["expert_bias"])
+
+    *_, on_both = shardings_on({"fsdp": 2, "ep": 2}, start, fsdp_resource="fsdp", ep_resource="ep")
+    here = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), on_dp)
+    assert on_both.params["wo"].spec == P("ep", None, "fsdp")  # "expert", "mlp", "embed"
+    assert got.fp8["fp8_metas"]["kernel_0_amax_history"].shape == (E, 3) and "expert_bias" in got.fp8
+    last = got
+    for i, places in enumerate((on_both, here, on_dp)):
+        states.saved(tmp_path / str(i), last)
+        types = jax.tree.map(lambda a, at: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=at), last, places)
+        last = states.restored(tmp_path / str(i), types)
+        states.assert_equal(last, got)
+        assert jax.tree.map(lambda a: a.sharding, last) == places

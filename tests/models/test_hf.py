@@ -2,6 +2,7 @@
 
 import functools
 import json
+import math
 import shutil
 from dataclasses import replace
 
@@ -9,10 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import linen as nn
 from hf_folders import FIXTURES, tensors
-from jax.sharding import NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import te_jax as te
 from te_jax import hf
 from te_jax.hf import files
 from te_jax.models import ModelConfig, generate, published
@@ -103,6 +106,32 @@ def test_onto_a_mesh():
     _, got = hf.load(FIXTURES / "llama3", shardings=shardings)
     jax.tree.map(np.testing.assert_array_equal, got, want)
     assert jax.tree.map(lambda a: a.sharding, got) == shardings
+
+
+@pytest.mark.parametrize("name, sizes", [("mixtral", (1, 3)), ("qwen3-moe", (2, 2))])
+def test_experts_onto_their_devices(name, sizes):
+    """As the logical axis "expert" says: a device holds its own ones, and its tokens are sent to the others'."""
+    model, want = loaded(name)
+    due = np.load(FIXTURES / name / "expected.npz")
+    tokens, due = (
+        np.resize(due[a][:, :4], (2 * math.prod(sizes), *due[a][:, :4].shape[1:])) for a in ("tokens", "logits")
+    )
+    mesh = jax.make_mesh(sizes, ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    boxed = jax.eval_shape(model.init, jax.random.key(0), tokens)
+    resource = te.MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+        rules = te.sharding.extend_logical_axis_rules(())
+        shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
+        _, got = hf.load(FIXTURES / name, shardings=shardings)
+        places = NamedSharding(mesh, P(("fsdp", "ep")))
+        with nn.logical_axis_rules(rules):
+            logits = jit(model.apply)(got, jax.device_put(tokens, places))
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    experts = got["params"]["layers"]["TransformerLayer_0"]["moe"]
+    for kernel in (experts["wi_0"], experts["wi_1"], experts["wo"]):
+        assert kernel.addressable_data(0).shape[1] * sizes[1] == kernel.shape[1]
+        assert kernel.addressable_data(0).size * math.prod(sizes) == kernel.size
+    np.testing.assert_allclose(logits, due, rtol=0, atol=1e-5 * np.abs(due).max())
 
 
 def test_copies_and_left_out_prefixes(tmp_path):
