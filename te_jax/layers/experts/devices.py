@@ -118,8 +118,7 @@ def find_placement(
     token_spec: of Auto axes, how x lies; None for dp_resource, fsdp_resource and ep_resource along the first axis.
     whole_hidden: F stays whole.
 
-    Raises ValueError, naming the layer, for experts that the devices don't divide, and inside a `jax.shard_map` that
-    leaves the experts' axes to others.
+    Raises ValueError, naming the layer, for experts that the devices don't divide.
     """
     if on_explicit_mesh(jax.typeof(x)):
         found = _of_types(x, wi)
@@ -127,7 +126,6 @@ def find_placement(
         found = _of_resource(x, wi, token_spec)
     if found is None:
         return None
-    _check_not_nested(name, found)
     devices = found.devices(found.experts)
     if num_experts % devices:
         raise ValueError(
@@ -150,18 +148,6 @@ def find_placement(
     return found._replace(
         tokens=tuple(tuple(a for a in axes if a not in (*found.experts, *found.hidden)) for axes in found.tokens)
     )
-
-
-def _check_not_nested(name: str, found: ExpertPlacement):
-    """jax has no gradient of a `shard_map` in a `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
-    if found.shards and manual:
-        raise ValueError(
-            f"{name}: mesh axis {', '.join(map(repr, found.experts))} divides experts inside a jax.shard_map over "
-            f"{manual}, which jax cannot differentiate; make all axes manual there, and pass each device its own "
-            "experts (in_specs)."
-        )
 
 
 def _of_types(x, wi) -> ExpertPlacement | None:

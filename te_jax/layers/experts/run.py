@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import AxisType
 
 from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import align, on_explicit_mesh
@@ -15,6 +16,7 @@ from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import ExpertPlacement, find_exchange
 from te_jax.layers.experts.exchange import Exchange, collect_tokens, dispatch_tokens, group_sent, plan
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, Routed, run_experts
+from te_jax.layers.experts.nested import run_inside_shard_map
 from te_jax.layers.experts.weights import Parts, arrays_of
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
@@ -65,6 +67,8 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     # Outside of a `shard_map` of the user's, arrays are whole, and so are amaxes.
     if run.recipe is not None and not run.recipe.reduce_amax:
         part = partial(_run_part, run._replace(recipe=replace(run.recipe, reduce_amax=True)))
+    if any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types):
+        return run_inside_shard_map(part, inputs, specs, results, placement.shards)
     return jax.shard_map(part, in_specs=(specs,), out_specs=results, axis_names=placement.shards)(inputs)
 
 
