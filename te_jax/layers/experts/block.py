@@ -26,7 +26,7 @@ from te_jax.layers.experts.devices import (
     find_placement,
 )
 from te_jax.layers.experts.run import ExpertInputs, ExpertRun, run_on_devices
-from te_jax.layers.experts.weights import ExpertKernel, arrays_of, resolve_experts
+from te_jax.layers.experts.weights import ExpertKernel, arrays_of, hidden_block, resolve_experts
 from te_jax.layers.linear import check_recipe_and_metas, check_residual, warn_of_bf16_products
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.ops.experts.permute import group
@@ -149,12 +149,15 @@ def moe(
     On several devices experts are divided by the mesh axes that split E of wi on an Explicit mesh, or by the
     `ep_resource` of the MeshResource in force (`te_jax.sharding`) on others. Each device then runs its tokens and its
     experts inside `jax.shard_map`, F split over the axes of tensor parallelism, and tokens go to the devices of their
-    experts as `options.exchange` says, in FP8 under a recipe; y, counts and losses are as on one device. Inside the
-    user's own `jax.shard_map` over ep_resource, wi, wo and biases hold the device's experts; counts and losses are of
-    the device's own tokens there. Without divided experts the buffer of rows is whole on every device but for F and H.
+    experts as `options.exchange` says, in FP8 under a recipe; y, counts and losses are as on one device. So it is
+    inside the user's own `jax.shard_map` over other axes, as of pp_resource; there policies of `jax.checkpoint` keep
+    nothing of the experts, which run again. Inside the user's own `jax.shard_map` over ep_resource, wi, wo and biases
+    hold the device's experts; counts and losses are of the device's own tokens there. Where nothing divides experts,
+    but Auto axes of the MeshResource split tokens, each device has all experts and a buffer of its own tokens' rows. On
+    Explicit meshes without divided experts the buffer of rows is whole on every device but for F and H.
 
-    token_spec:  on Auto mesh axes, how x is split, for divided experts; None: by dp_resource, fsdp_resource and
-                 ep_resource along its first axis.
+    token_spec:  on Auto mesh axes, how x is split; None: by dp_resource, fsdp_resource and ep_resource along its first
+                 axis.
 
     Raises ValueError for sizes, and under a recipe for activations that `is_fused` does not know; TypeError for types
     that do not match.
@@ -165,7 +168,8 @@ def moe(
     (wo_bias,) = as_jax(wo_bias)
     _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
-    placement = _find_placement(name, x, gate_kernel, wi, wo, token_spec)
+    experts, block = gate_kernel.shape[-1], hidden_block((*wi, *wo), recipe)
+    placement = find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)
     for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
         check(name, what, text, NONE | STRING)
     through, added = split_residual(residual)
@@ -274,14 +278,3 @@ _with_counts.defvjp(
     lambda y, expert_bias, counts: (y, (expert_bias, counts)),
     lambda kept, dy: (dy, like(kept[1].astype(jnp.float32), kept[0]), None),
 )
-
-
-def _find_placement(name, x, gate_kernel, wi, wo, token_spec):
-    whole_hidden = any(part.data is not None or part.data_t is not None for part in (*wi, *wo))
-    placement = find_placement(name, x, arrays_of(wi)[0], gate_kernel.shape[-1], token_spec, whole_hidden)
-    if placement is not None and any(part.onto is not None for part in (*wi, *wo)):
-        raise ValueError(
-            f"{name}: the collection wgrads has an accumulator for the kernels, but experts are divided among devices, "
-            "whose gradients are added up first; leave the collection out."
-        )
-    return placement

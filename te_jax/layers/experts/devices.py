@@ -120,16 +120,15 @@ def _divided_axes(*kinds: AxisType) -> tuple[str, ...]:
 
 
 def find_placement(
-    name: str, x: Any, wi: Any, num_experts: int, token_spec: PartitionSpec | None, whole_hidden: bool
+    name: str, x: Any, wi: Any, num_experts: int, token_spec: PartitionSpec | None, hidden_block: int
 ) -> ExpertPlacement | None:
-    """The placement of x [*B, H] and the weights wi [E, H, F], of num_experts in all; None where ops share the work by
-    their rules, as on one device.
+    """The placement of x [*B, H] and the weights wi [E, H, F], of num_experts in all; without axes of experts where
+    devices only have tokens of their own. None where ops share the work by their rules, as on one device.
 
     token_spec: of Auto axes, how x lies; None for dp_resource, fsdp_resource and ep_resource along the first axis.
-    whole_hidden: F stays whole.
+    hidden_block: a device's part of F is a multiple of it; 0: F stays whole.
 
-    Raises ValueError, naming the layer, for experts that the devices don't divide, and inside a `jax.shard_map` that
-    leaves the experts' axes to others.
+    Raises ValueError, naming the layer, for experts that the devices don't divide.
     """
     if on_explicit_mesh(jax.typeof(x)):
         found = _of_types(x, wi)
@@ -137,7 +136,6 @@ def find_placement(
         found = _of_resource(x, wi, token_spec)
     if found is None:
         return None
-    _check_not_nested(name, found)
     devices = found.devices(found.experts)
     if num_experts % devices:
         raise ValueError(
@@ -151,27 +149,15 @@ def find_placement(
             f"{', '.join(map(repr, found.experts))}, but gate_kernel {num_experts}; pass a device's own "
             f"{num_experts // devices} experts (in_specs of `jax.shard_map`), or leave ep_resource None."
         )
-    whole_hidden = whole_hidden or wi.shape[-1] % found.devices(found.hidden)
-    if whole_hidden and found.shards:
+    if found.shards and (not hidden_block or wi.shape[-1] % (hidden_block * found.devices(found.hidden))):
         found = found._replace(hidden=())
-    if set(found.experts) <= set(found.token_axes):
+    if found.experts and set(found.experts) <= set(found.token_axes):
         return found
-    # Tokens that are the same on devices of different experts cross nothing, and what these make of them is added up.
+    # Tokens that are the same on devices of different experts, or features, cross nothing, and what these make of them
+    # is added up.
     return found._replace(
         tokens=tuple(tuple(a for a in axes if a not in (*found.experts, *found.hidden)) for axes in found.tokens)
     )
-
-
-def _check_not_nested(name: str, found: ExpertPlacement):
-    """jax has no gradient of a `shard_map` in a `shard_map`."""
-    mesh = jax.sharding.get_abstract_mesh()
-    manual = [axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Manual]
-    if found.shards and manual:
-        raise ValueError(
-            f"{name}: mesh axis {', '.join(map(repr, found.experts))} divides experts inside a jax.shard_map over "
-            f"{manual}, which jax cannot differentiate; make all axes manual there, and pass each device its own "
-            "experts (in_specs)."
-        )
 
 
 def _of_types(x, wi) -> ExpertPlacement | None:
@@ -191,7 +177,8 @@ def _of_resource(x, wi, token_spec) -> ExpertPlacement | None:
     if experts := _divided_axes(AxisType.Manual):
         tokens = tuple(axis for axis in experts if axis in varying_axes(x))
         return ExpertPlacement((tokens,), experts, (), frozenset(), sizes)
-    if not (experts := _divided_axes(AxisType.Auto)):
+    experts = _divided_axes(AxisType.Auto)
+    if resource is None or (not experts and AxisType.Manual in mesh.axis_types):
         return None
     auto = frozenset(axis for axis, kind in zip(mesh.axis_names, mesh.axis_types) if kind == AxisType.Auto)
     several = lambda *axes: tuple(dict.fromkeys(a for a in axes if a in auto and mesh.shape[a] > 1))
@@ -199,7 +186,8 @@ def _of_resource(x, wi, token_spec) -> ExpertPlacement | None:
     named = [several(*mesh_axes(entry)) for entry in (*spec, *[None] * x.ndim)[: x.ndim - 1]]
     named[0] += tuple(axis for axis in experts if axis not in sum(named, ()))
     hidden = tuple(axis for axis in several(resource.tp_resource, resource.tpsp_resource) if axis not in experts)
-    return ExpertPlacement(_that_divide(named, x.shape, mesh.shape), experts, hidden, auto, sizes)
+    tokens = _that_divide(named, x.shape, mesh.shape)
+    return ExpertPlacement(tokens, experts, hidden, auto, sizes) if experts or any(tokens) else None
 
 
 def _that_divide(named, shape, sizes) -> tuple[tuple[str, ...], ...]:

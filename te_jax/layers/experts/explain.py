@@ -12,6 +12,7 @@ from te_jax.core.check import check
 from te_jax.layers.experts.block import OPTIONS, MoEOptions
 from te_jax.layers.experts.devices import ExpertExchange, find_exchange, find_placement
 from te_jax.layers.experts.exchange import WHOLE, Exchange
+from te_jax.layers.experts.weights import hidden_block
 from te_jax.ops.experts.permute import buffer_rows
 from te_jax.ops.formats import ROWS_128, ScaleFormat, ceil_div, format_of
 from te_jax.recipe import Recipe
@@ -82,18 +83,19 @@ def explain_moe(
     found = []
 
     def look(x, wi):
-        placement = find_placement("explain_moe", x, wi, gate_kernel.shape[-1], token_spec, False)
+        placement = find_placement("explain_moe", x, wi, gate_kernel.shape[-1], token_spec, hidden_block((), recipe))
         found.append((x.shape, x.dtype, placement))
 
     jax.eval_shape(look, x, wi[0] if isinstance(wi, tuple | list) else wi)
     (*lead, width), dtype, placement = found[0]
     tokens, topk, num_experts = prod(lead), options.router.topk, gate_kernel.shape[-1]
-    if placement is None:
+    if placement is not None and placement.shards:
+        tokens //= placement.devices(placement.token_axes)
+    if placement is None or not placement.experts:
         rows = buffer_rows(tokens * topk, num_experts)
         why = "no mesh axis divides the experts (ep_resource, or the sharding of wi on an Explicit mesh)"
-        return MoEExplanation("none", why, (), (), (), num_experts, tokens, tokens, rows, {}, {})
-    if placement.shards:
-        tokens //= placement.devices(placement.token_axes)
+        axes = () if placement is None else placement.token_axes, () if placement is None else placement.hidden
+        return MoEExplanation("none", why, (), *axes, num_experts, tokens, tokens, rows, {}, {})
     experts = num_experts // placement.devices(placement.experts)
     exchange = find_exchange(placement, options.exchange, tokens, width, topk, experts)
     crossing = _crossing(exchange, width, topk, dtype, recipe)

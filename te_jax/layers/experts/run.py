@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import align, on_explicit_mesh
@@ -15,8 +16,10 @@ from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import ExpertPlacement, find_exchange
 from te_jax.layers.experts.exchange import Exchange, collect_tokens, dispatch_tokens, group_sent, plan
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, Routed, run_experts
+from te_jax.layers.experts.nested import run_inside_shard_map
 from te_jax.layers.experts.pieces import OutOperands, out_in_pieces
-from te_jax.layers.experts.weights import Parts, arrays_of
+from te_jax.layers.experts.weights import Parts, arrays_of, from_zero
+from te_jax.layers.tensor import Fp8Tensor
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
 from te_jax.ops.gemm.grouped import gemm_grouped
@@ -59,6 +62,7 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     if not placement.shards:
         y, lost = part(inputs)
         return y, lax.all_gather(lost, placement.experts, tiled=True)
+    inputs = inputs._replace(wi=_from_zeros(inputs.wi), wo=_from_zeros(inputs.wo))
     specs = _specs(inputs, placement)
     if on_explicit_mesh(jax.typeof(inputs.h)):
         inputs = jax.tree.map(jax.sharding.reshard, inputs, specs)
@@ -66,6 +70,8 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     # Outside of a `shard_map` of the user's, arrays are whole, and so are amaxes.
     if run.recipe is not None and not run.recipe.reduce_amax:
         part = partial(_run_part, run._replace(recipe=replace(run.recipe, reduce_amax=True)))
+    if any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types):
+        return run_inside_shard_map(part, inputs, specs, results, placement.shards)
     return jax.shard_map(part, in_specs=(specs,), out_specs=results, axis_names=placement.shards)(inputs)
 
 
@@ -74,13 +80,17 @@ def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:
     experts, hidden = placement.experts, placement.hidden
     tokens = lambda a: spec_of([*placement.tokens, ()])
     by_expert = lambda a: spec_of([experts] if a.ndim else [])
-    first, last = (
-        (lambda a, axis=axis: spec_of([experts, *[hidden if i == axis else () for i in (1, 2)]])) for axis in (2, 1)
-    )
 
-    def parts(each: Parts, of_wide) -> Parts:
-        other = [jax.tree.map(by_expert, part._replace(wide=None)) for part in each]
-        return tuple(o._replace(wide=jax.tree.map(of_wide, part.wide)) for o, part in zip(other, each))
+    def parts(each: Parts, at: int, at_t: int) -> Parts:
+        """at, at_t: the axis of hidden features in weights and their scales, as they are and transposed."""
+        axes = dict(data=at, wide=at, scale_inv=at, onto=at, data_t=at_t, scale_inv_t=at_t)
+
+        def one(field: str, a: jax.Array) -> PartitionSpec:
+            if a.ndim < 2:
+                return by_expert(a)
+            return spec_of([experts, *[hidden if i == axes[field] % a.ndim else () for i in range(1, a.ndim)]])
+
+        return tuple(Fp8Tensor(**{f: jax.tree.map(partial(one, f), v) for f, v in p._asdict().items()}) for p in each)
 
     def state(meta: fp8.TensorMeta) -> fp8.TensorMeta:
         return fp8.TensorMeta(*[by_expert(meta.scale)] * 2)
@@ -88,30 +98,36 @@ def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:
     is_meta = lambda a: isinstance(a, fp8.TensorMeta)
     return ExpertInputs(
         *map(tokens, inputs[:3]),
-        parts(inputs.wi, first),
+        parts(inputs.wi, -1, -2),
         jax.tree.map(lambda a: spec_of([experts, hidden]), inputs.wi_bias),
-        parts(inputs.wo, last),
+        parts(inputs.wo, 1, -1),
         jax.tree.map(by_expert, inputs.wo_bias),
         jax.tree.map(state, inputs.metas, is_leaf=is_meta),
     )
 
 
-def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Array]:
-    """y of the device's tokens, and i32[E] of its experts' pairs that found no place."""
+def _from_zeros(parts: Parts) -> Parts:
+    return tuple(part._replace(onto=part.onto and tuple(map(from_zero, part.onto))) for part in parts)
+
+
+def _run_part(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax.Array | None]:
+    """y of the device's tokens, and i32[E] of its experts' pairs that found no place; None where it has all experts."""
     placement, (*lead, width) = run.placement, inputs.h.shape
     flat = lambda a: a.reshape(-1, a.shape[-1])
     h, weights, experts = map(flat, inputs[:3])
-    held = arrays_of(inputs.wi)[0].shape[0]
-    exchange = find_exchange(placement, run.options.exchange, *h.shape, experts.shape[-1], held)
-    sent = plan(experts, exchange)
+    exchange = sent = lost = None
+    if placement.experts:
+        held = arrays_of(inputs.wi)[0].shape[0]
+        exchange = find_exchange(placement, run.options.exchange, *h.shape, experts.shape[-1], held)
+        sent = plan(experts, exchange)
+        others = tuple(a for a in placement.token_axes if a not in exchange.axes)
+        lost = lax.psum(sent.dropped, others) if others else sent.dropped
     if inputs.wo_bias is not None and placement.hidden:  # once, not with each part of F
         is_first = lax.axis_index(placement.hidden) == 0
         inputs = inputs._replace(wo_bias=jnp.where(is_first, inputs.wo_bias, 0))
     y = _run_experts_on(run, inputs._replace(h=h, weights=weights, experts=experts), exchange, sent)
     if placement.summed:
         y = lax.psum(y.astype(jnp.float32), placement.summed).astype(y.dtype)
-    others = tuple(a for a in placement.token_axes if a not in exchange.axes)
-    lost = lax.psum(sent.dropped, others) if others else sent.dropped
     return y.reshape(*lead, width), lost
 
 
@@ -130,8 +146,9 @@ def _run_experts_on(run: ExpertRun, inputs: ExpertInputs, exchange: Exchange | N
 def _in_type_of_x(run: ExpertRun, inputs: ExpertInputs, routed: Routed, exchange) -> jax.Array:
     """The MLPs in h's type: jax differentiates grouped products. Behind the last group nothing is added up."""
     (groups, sent), options, h, weights = routed, run.options, inputs.h, inputs.weights
+    # Over the axes that split kernels, gradients are then added up of tokens, not of rows.
+    h, weights, sent, _ = align(h, weights, sent, arrays_of(inputs.wi))
     if exchange is not None:
-        h, weights, sent = align(h, weights, sent)
         h, weights = (dispatch_tokens(a, sent, exchange) for a in (h, weights))
 
     def product(rows, kernel, bias):

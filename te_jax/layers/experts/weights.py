@@ -16,10 +16,11 @@ from jax import lax
 
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import BOOL, check
+from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.config import Config
 from te_jax.layers.produce import quantize_stacked
-from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses
-from te_jax.layers.vjp import has_gradient
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
+from te_jax.layers.vjp import accumulator_cotangent, has_gradient
 from te_jax.layers.weight import QuantizedKernel, resolve_weight
 from te_jax.ops.formats import ScaleFormat, format_of
 from te_jax.ops.quantize.array import FLOAT
@@ -100,6 +101,28 @@ def _part(got, kernel) -> Fp8Tensor:
 def arrays_of(parts: Parts) -> tuple[jax.Array, ...]:
     """The arrays of all slots."""
     return tuple(a for part in parts for a in part.wide)
+
+
+def hidden_block(parts: Parts, recipe: Recipe | None) -> int:
+    """What a device's part of the hidden features must be a multiple of, for the numbers of one device; 0 where they
+    stay whole: scales of blocks that are not square, of weights that are quantized already."""
+    form = None if recipe is None else format_of(recipe, "kernel")
+    if form is None or not form.block:
+        return 1
+    quantized = any(part.data is not None or part.data_t is not None for part in parts)
+    return form.block if form.square or not quantized else 0
+
+
+@custom_vjp()
+def from_zero(onto: Accumulator) -> Accumulator:
+    """`onto` with zeros for the sum so far, which joins the sum behind all devices: each of them would add it."""
+    return onto._replace(grad=jnp.zeros_like(onto.grad))
+
+
+from_zero.defvjp(
+    lambda onto: (onto._replace(grad=jnp.zeros_like(onto.grad)), onto),
+    lambda onto, got: (accumulator_cotangent(onto.grad + got.grad, onto),),
+)
 
 
 def any_gradient(parts: Parts) -> bool:

@@ -1,0 +1,147 @@
+"""Experts on meshes of other axes: stages of pipelines, devices that have only tokens of their own, quantized kernels,
+sums of gradients, probes. The numbers are as on one device, as `test_expert_devices` says."""
+
+from dataclasses import replace
+from functools import partial
+
+import collectives
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from expert_cases import RECIPES, B, H, S, close, layer, metas, normal, rounded, spec_of_weights, weights
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+from te_jax import checkpoint_policies
+from te_jax.layers import MoEOptions, QuantizedKernel, moe, quantize_experts
+from te_jax.layers.tensor import Accumulator, Fp8Tensor
+from te_jax.ops.router import RouterOptions
+from te_jax.sharding import MeshResource, global_shard_guard
+from te_jax.state.fp8 import TensorMeta
+
+# -- inside a jax.shard_map ------------------------------------------------------------------------------------------
+
+
+def staged(kind, x, w, dy, function=layer, **options):
+    """What `function` gives each of two stages, whose weights are w and 1.5 w, in a `jax.shard_map` over only "pp"."""
+    mesh = jax.make_mesh((2, 2, 2), ("pp", "dp", "ep"), axis_types=(AxisType.Auto,) * 3)
+    tokens, of_metas = P(("dp", "ep")), jax.tree.map(lambda _: P(), metas())
+    run = partial(function, **options)
+    if kind == "Explicit":
+        run = jax.sharding.explicit_axes(
+            run, axes=("dp", "ep"), in_sharding=(tokens, spec_of_weights(), of_metas, tokens)
+        )
+
+    def stage(*args):
+        return jax.tree.map(lambda a: a[None], run(*jax.tree.map(lambda a: a[0], args)))
+
+    both = lambda tree, by=1: jax.tree.map(lambda a: np.stack([a, by * np.asarray(a)]), tree)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", pp_resource="pp", ep_resource="ep")):
+        stages = jax.shard_map(stage, in_specs=P("pp"), out_specs=P("pp"), axis_names={"pp"})
+        got = jax.jit(stages)(both(x), both(w, 1.5), both(metas()), both(dy))
+    return [jax.tree.map(lambda a, i=i: np.asarray(a)[i], got) for i in range(2)]
+
+
+@pytest.mark.parametrize("kind,name", [("Auto", "delayed"), ("Explicit", "block")])
+def test_stage_of_a_pipeline(kind, name, rng):
+    """The other axes are left to the layer, on Auto and Explicit meshes; each stage has FP8 state of its own."""
+    x, w, dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
+    one = jax.jit(partial(layer, how=RECIPES[name]))
+    got = staged(kind, x, w, dy, how=RECIPES[name])
+    for (y, aux, (dx, (_, *of_experts), dmetas)), by in zip(got, (1, 1.5)):
+        y1, aux1, (dx1, (_, *of_experts1), dmetas1) = one(
+            x, jax.tree.map(lambda a, by=by: by * np.asarray(a), w), metas(), rounded(dy)
+        )
+        close((y, aux, dx, of_experts[1], dmetas), (y1, aux1, dx1, of_experts1[1], dmetas1))
+        close(of_experts[0], of_experts1[0], 2.0**-4 if name == "block" else 1e-5)
+
+
+def test_remat_of_a_stage(rng):
+    """Whatever a policy keeps, the numbers are the same."""
+
+    def run(x, w, metas, dy):
+        def of_x(x, w):
+            return jnp.tanh(moe(x, *w, options=MoEOptions(RouterOptions(2)))[0])
+
+        policy = checkpoint_policies.save(checkpoint_policies.GEMM, checkpoint_policies.QUANTIZED)
+        pulls = [jax.vjp(f, x, w)[1] for f in (of_x, jax.checkpoint(of_x, policy=policy))]
+        return [pull(dy) for pull in pulls]
+
+    for got, want in staged("Auto", normal(rng, B, S, H), weights(rng), normal(rng, B, S, H), run):
+        close(got, want)
+
+
+# -- tokens of a device only -----------------------------------------------------------------------------------------
+
+
+def test_tokens_stay_where_they_are(rng):
+    """Without an axis of experts a device works on its own tokens: only sums cross; the numbers are one device's."""
+    x, w, dy, how = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H), RECIPES["delayed"]
+    want = jax.jit(partial(layer, how=how))(x, w, metas(), dy)
+    mesh = jax.make_mesh((4, 2), ("dp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    specs = P("dp"), jax.tree.map(lambda spec: P(None, *spec[1:]), spec_of_weights(tp="tp")), P(), P("dp")
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", "tp")):
+        run = jax.jit(partial(layer, how=how), in_shardings=specs)
+        program, found = collectives.compiled(run, x, w, metas(), dy, mesh=mesh)
+        said = te.explain_moe(x, w[0], w[1], w[2], options=MoEOptions(RouterOptions(2)), recipe=how)
+    placed, _ = jax.tree.map(jax.device_put, ((x, w, metas(), dy), {}), program.input_shardings)
+    close(program(*placed), want)
+    assert {c.kind for c in found if c.bytes >= 4 * B * S} == {"all-reduce"}
+    assert (said.strategy, said.tokens, said.token_axes, said.hidden_axes) == ("none", B * S // 4, ("dp",), ("tp",))
+
+
+# -- weights with more than an array ---------------------------------------------------------------------------------
+
+
+def test_quantized_kernels_over_hidden_features(rng):
+    """A scale for each expert serves all parts of its hidden features."""
+    how, x, (gate, wi, wo, *_) = RECIPES["current"], normal(rng, B, S, H), weights(rng)
+    quantized = [quantize_experts(kernel, recipe=how, gradients=False) for kernel in (wi, wo)]
+    run = jax.jit(lambda x: moe(x, gate, *quantized, options=MoEOptions(RouterOptions(2)), recipe=how)[0])
+    want = run(x)
+    mesh = jax.make_mesh((2, 2), ("ep", "tp"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(ep_resource="ep", tp_resource="tp")):
+        program = run.lower(x).compile()
+        close(run(x), want)
+    assert "f8e4m3fn[4,2,64,64]" in program.as_text(), "half of the experts, and of F"
+
+
+def test_sums_of_gradients(rng):
+    """What was summed before is added once, though devices share the kernels."""
+    how, x, w, dy = RECIPES["current"], normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
+    (gate, wi, wo, *_), zero = w, jnp.zeros(())
+    kernel = lambda wide, onto: QuantizedKernel(Fp8Tensor(wide=wide, onto=onto), 1, wide[0].ndim - 2, jnp.float32)
+    sums = jax.tree.map(lambda a: Accumulator(3 * a, zero), (wi, wo))
+
+    def run(wi, wo, sums):
+        of_wi = replace(kernel(wi, sums[0]), features=2)
+        of_wo = kernel((wo,), None).with_wide(wo).with_accumulator(sums[1])
+        return moe(x, gate, of_wi, of_wo, options=MoEOptions(RouterOptions(2)), recipe=how)[0]
+
+    plain = lambda wi, wo: moe(x, gate, wi, wo, options=MoEOptions(RouterOptions(2)), recipe=how)[0]
+    both = lambda dy: (jax.vjp(run, wi, wo, sums)[1](dy)[2], jax.vjp(plain, wi, wo)[1](dy))
+    mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", ep_resource="ep")):
+        got, grads = jax.jit(both)(dy)
+    want = jax.tree.map(lambda a, g: Accumulator(3 * a + g, zero + 1), (wi, wo), grads)
+    close(got, want)
+
+
+def test_probes(rng):
+    """Amaxes and scales of probed tensors are as on one device; the fractions are the largest of all devices."""
+    x, w, dy = normal(rng, B, S, H), weights(rng), rounded(normal(rng, B, S, H))
+    probed = jax.tree.map(lambda meta: meta._replace(amax=jnp.zeros((*meta.scale.shape, 4))), metas(), is_leaf=is_meta)
+    run = jax.jit(lambda: layer(x, w, probed, dy, how=RECIPES["delayed"])[2][2])
+    want = run()
+    mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", ep_resource="ep")):
+        got = run()
+    for a, b in zip(jax.tree.leaves(got, is_leaf=is_meta), jax.tree.leaves(want, is_leaf=is_meta), strict=True):
+        close(a.amax[..., :2], b.amax[..., :2])
+        assert (a.amax[..., 2:] >= b.amax[..., 2:] - 1e-6).all()
+
+
+def is_meta(a):
+    return isinstance(a, TensorMeta)
