@@ -87,7 +87,8 @@ def _asked(strategies: str | None, pieces: str | None) -> dict[str, ExpertExchan
         for name in names
         for count in counts
     }
-    return {"": ExpertExchange()} | {name: how for name, how in ways.items() if name != ", all_gather"}
+    ways = {name: how for name, how in ways.items() if name != ", all_gather"}
+    return {"": ExpertExchange(), **ways, ONE_GPU: ExpertExchange()}
 
 
 def _figures(row: Divided, ms: float) -> dict:

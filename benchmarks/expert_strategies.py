@@ -65,7 +65,7 @@ def _send_ragged(a, sent, exchange):
 
 def _add_ragged(a, sent, exchange):
     sends, gets = _sizes(sent, exchange)
-    return combine_op(_ragged(a, gets, sends, exchange), sent.places, None)[0]
+    return combine_op(_ragged(a, gets, sends, exchange), sent.places, None, None)[0]
 
 
 WAYS = {

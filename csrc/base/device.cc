@@ -9,6 +9,16 @@ int DriverVersion() {
   return cudaDriverGetVersion(&version) == cudaSuccess ? version : 0;
 }
 
+bool PeerAccess() {
+  int devices = 0, can = 1;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess) return false;
+  for (int i = 0; i < devices * devices; ++i)
+    if (i / devices != i % devices &&
+        (cudaDeviceCanAccessPeer(&can, i / devices, i % devices) != cudaSuccess || !can))
+      return false;
+  return true;
+}
+
 Status IsHopper(bool* is_hopper) {
   int number = 0;
   TE_CUDA(GetCapability(&number));

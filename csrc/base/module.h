@@ -13,6 +13,9 @@ namespace te {
 // device.cc: the newest CUDA version that the driver supports; 0: there is no driver.
 int DriverVersion();
 
+// device.cc: whether each GPU can read the memory of all others.
+bool PeerAccess();
+
 // cudnn_stubs.cc: libcudnn.so.9, opened at first use.
 const dl::Library& Cudnn();
 

@@ -64,17 +64,6 @@ nb::list GemmPlanDicts() {
   return plans;
 }
 
-// Whether each GPU can read the memory of all others.
-bool PeerAccess() {
-  int devices = 0, can = 1;
-  if (cudaGetDeviceCount(&devices) != cudaSuccess) return false;
-  for (int i = 0; i < devices * devices; ++i)
-    if (i / devices != i % devices &&
-        (cudaDeviceCanAccessPeer(&can, i / devices, i % devices) != cudaSuccess || !can))
-      return false;
-  return true;
-}
-
 }  // namespace
 }  // namespace te
 
