@@ -206,7 +206,7 @@ Status LaunchPermuteFp8Block(cudaStream_t stream, Arg x, Arg scales, Arg slots, 
 Status LaunchCombine(cudaStream_t stream, Arg rows, Arg positions, Arg weights, Arg addresses, Ret y);
 Status LaunchCombineBwd(cudaStream_t stream, Arg dy, Arg rows, Arg positions, Arg scales, Ret dweights);
 
-// Where an array is, for other devices: a -> the same array, in place, and address u32 [2], its low word
+// Where an array is, for other devices: a -> the same array, in place, and address? u32 [2], its low word
 // first. And y in place, once `after` is there: the array `kept` is not freed before.
 Status LaunchAddress(cudaStream_t stream, Arg a, Ret same, Ret address);
 Status LaunchKeep(cudaStream_t stream, Arg y, Arg kept, Arg after, Ret same);

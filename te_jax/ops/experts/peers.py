@@ -78,7 +78,7 @@ def _tell(a: jax.Array, axes: Axes) -> tuple[jax.Array, jax.Array]:
 
 address_op: Op = Op(
     "te_address",
-    "a: m... -> same: m..., address: c",
+    "a: m... -> same: m..., address?: c",
     replicated="m... c",
     sizes={"c": lambda **_: 2},
     dtypes=lambda a, **_: (a, jnp.uint32),
