@@ -65,6 +65,7 @@ class Source(NamedTuple):
         results of an earlier run, by name, that this one reads. law: the recipe's attributes of a format that finds
         scales. Raises ValueError where no op of the format is declared.
         """
+        dtype = None if dtype is None else jnp.dtype(dtype)  # an attribute that is no number is left out of the call
         if self.paired is not None and "paired" in names:
             return self.paired(names, dtype, scale)
         op = self.producer.op_of(form)

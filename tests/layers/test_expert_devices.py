@@ -257,6 +257,26 @@ def test_strategies_of_the_benchmark(rng, monkeypatch):
     jax.tree.map(np.testing.assert_array_equal, (ring, ragged), (gathered, blocks))
 
 
+@pytest.mark.parametrize("topk, name", [(2, "delayed"), (6, "block"), (2, None)])
+def test_rows_that_others_read(topk, name, rng):
+    """As after all_gather, but that sums of few choices are rounded once, not on each device."""
+    x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)
+    how, roles = RECIPES[name] if name else None, dict(ep_resource="ep")
+    run = lambda strategy: on_mesh(
+        dict(ep=4),
+        AxisType.Auto,
+        roles,
+        x,
+        w,
+        dy,
+        tokens=("ep",),
+        how=how,
+        topk=topk,
+        exchange=ExpertExchange(strategy),
+    )
+    close(run("peer_access"), run("all_gather"))
+
+
 def test_places_that_lack(rng):
     """What finds no place in a block, or no row, is counted, and adds nothing."""
     x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)

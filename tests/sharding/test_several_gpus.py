@@ -83,7 +83,15 @@ def test_layer(role, kind, in_fp8):
         assert gathered <= {"f8e4m3fn", "f8e5m2"}, collectives.table(found)
 
 
-@pytest.mark.parametrize("exchange", [ExpertExchange(), ExpertExchange("all_to_all", block_factor=100.0)], ids=str)
+EXCHANGES = [
+    ExpertExchange(),
+    ExpertExchange("all_to_all", block_factor=100.0),
+    ExpertExchange("peer_access"),
+    ExpertExchange(pieces=2),
+]
+
+
+@pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
 @pytest.mark.parametrize("how", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()], ids=repr)
 def test_experts(how, exchange):
     """Experts on all GPUs. Sums are rounded to bf16 on the way back, where one GPU adds up in f32: 2**-8 of the largest

@@ -38,9 +38,9 @@ def metas():
     return first, fp8.DenseMetas(of(16.0, E), of(64.0, E), of(64.0))
 
 
-def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, **more):
+def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None, topk=K, **more):
     """y, what the layer says, and all cotangents."""
-    options = MoEOptions(RouterOptions(K), exchange=exchange, capacity_factor=capacity_factor)
+    options = MoEOptions(RouterOptions(topk), exchange=exchange, capacity_factor=capacity_factor)
     stateful = how is not None and how.has_state
 
     def run(x, weights, metas):

@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 from te_jax.core.check import check
 from te_jax.layers.experts.block import OPTIONS, MoEOptions
 from te_jax.layers.experts.devices import ExpertExchange, find_exchange, find_placement
-from te_jax.layers.experts.exchange import WHOLE, Exchange
+from te_jax.layers.experts.exchange import PEER_ACCESS, WHOLE, Exchange
 from te_jax.layers.experts.weights import hidden_block
 from te_jax.ops.experts.permute import buffer_rows
 from te_jax.ops.formats import ROWS_128, ScaleFormat, ceil_div, format_of
@@ -22,10 +22,12 @@ from te_jax.state.fp8 import check_recipe, current_recipe
 class MoEExplanation(NamedTuple):
     """How devices share a mixture of experts. `str` of it is text.
 
-    Bytes are those that a device receives from others in one call.
+    Bytes are those that a device receives from others in one call; what it reads where others have it is given for even
+    choices.
     """
 
-    strategy: str  # "all_gather", "all_to_all"; "whole": tokens are where their experts are; "none": no divided experts
+    # "all_gather", "all_to_all", "peer_access"; "whole": tokens are where their experts are; "none": no divided experts
+    strategy: str
     why: str
     expert_axes: tuple[str, ...]  # the mesh axes that divide experts
     token_axes: tuple[str, ...]  # and tokens
@@ -121,19 +123,29 @@ def _crossing(exchange: Exchange, width: int, topk: int, dtype: DTypeLike, recip
     """What crosses in each pass -> bytes."""
     if exchange.strategy == WHOLE:
         return {}, {}
-    others = exchange.block * (exchange.devices - 1)
-    unquantized = width * dtype.itemsize
+    others, unquantized = exchange.block * (exchange.devices - 1), width * dtype.itemsize
+    positions = 4 * topk if exchange.strategy == PEER_ACCESS else 0
     in_fp8 = recipe is not None and not any(recipe.override_linear_precision[::2])
     form = format_of(recipe, "x") if in_fp8 else None
     forward = {"tokens": width + _bytes_of_scales(form, width) if in_fp8 else unquantized}
-    forward |= {"choices": 8 * topk, "sums": unquantized}
+    forward |= {"choices": 8 * topk + positions, "sums": unquantized}
     backward = {
         "gradients": unquantized if recipe is None else width + _bytes_of_scales(ROWS_128, width),
         "sums": unquantized,
     }
     backward |= {"gradients of weights": 4 * topk}
-    of_all = lambda each: {what: others * size for what, size in each.items()}
+    reads = _rows_read(exchange, topk, in_fp8)
+    of_all = lambda each: {what: round(others * size * reads.get(what, 1)) for what, size in each.items()}
     return of_all(forward), of_all(backward)
+
+
+def _rows_read(exchange: Exchange, topk: int, in_fp8: bool) -> dict[str, float]:
+    """What is read from memory -> the rows that a device reads of it, over the tokens of others; choices being even."""
+    if exchange.strategy != PEER_ACCESS:
+        return {}
+    if exchange.direct and in_fp8:
+        return dict.fromkeys(("tokens", "sums"), topk / exchange.devices)
+    return {"sums": 1 - (1 - 1 / exchange.devices) ** topk}
 
 
 def _bytes_of_scales(form: ScaleFormat, width: int) -> int:
