@@ -33,8 +33,9 @@ class ExpertExchange(KnownFields):
     strategy: "all_gather": every device gets the tokens of all. "all_to_all": each device sends each other one a block
               of the tokens that have an expert there. "peer_access": as all_gather, but what experts made of a token is
               read from their devices' memory where it is wanted, and tokens likewise where few experts are chosen;
-              for GPUs of one process that have access to each other's memory. "auto": all_gather without
-              block_factor, else whichever sends fewer bytes.
+              for GPUs of one process that have access to each other's memory. "auto": without block_factor
+              peer_access on such GPUs and all_gather elsewhere; with it, whichever of these and all_to_all sends fewer
+              bytes.
     block_factor: a block has places for ceil(block_factor T k / devices) tokens, at most T, of T tokens of a device
               that choose k experts each. A token takes one place in the block of a device, however many of its experts
               are there. What finds no place is dropped. all_to_all needs it; T k / devices is the mean for even loads.
@@ -208,19 +209,23 @@ def find_exchange(
 ) -> Exchange:
     """The exchange of a device that has this many tokens, of `width` features, and experts.
 
-    Raises ValueError for pieces that do not divide these.
+    Raises ValueError for pieces that do not divide these, and for peer_access where devices have none.
     """
     axes, sharing = placement.crossed, placement.devices(axis for axis in placement.hidden if axis in placement.crossed)
     devices, owners, mean = placement.devices(axes), placement.devices(placement.experts), tokens * topk
     block, strategy = tokens, options.strategy
     if options.block_factor is not None:
         block = min(tokens, ceil_times(options.block_factor, mean, owners))
-    if strategy == PEER_ACCESS:
-        _check_peer_access()
     if not axes or tokens == 0:
         strategy, devices, block = WHOLE, 1, tokens
     elif strategy == "auto":
-        strategy = "all_gather" if block >= tokens else "all_to_all"
+        of_all = PEER_ACCESS if extension.has_cuda_device() and not _lacks_peer_access() else "all_gather"
+        strategy = of_all if block >= tokens else "all_to_all"
+    elif strategy == PEER_ACCESS and (lack := _lacks_peer_access()):
+        raise ValueError(
+            f"ExpertExchange: strategy is {PEER_ACCESS!r}, for GPUs of one process that have access to each other's "
+            f"memory, but {lack}; pass 'all_gather'."
+        )
     pairs = devices * block * min(topk, experts)
     if options.rows_factor is not None:
         pairs = min(pairs, max(1, ceil_times(options.rows_factor, mean * devices, owners)))
@@ -231,14 +236,11 @@ def find_exchange(
     return Exchange(axes, devices, placement.experts, sharing, *sizes, direct)
 
 
-def _check_peer_access():
-    processes = jax.process_count()
-    if processes > 1 or not extension.has_peer_access():
-        found = f"there are {processes} processes" if processes > 1 else "these have none"
-        raise ValueError(
-            f"ExpertExchange: strategy is {PEER_ACCESS!r}, for GPUs of one process that have access to each other's "
-            f"memory, but {found}; pass 'all_gather'."
-        )
+def _lacks_peer_access() -> str:
+    """Why devices cannot read each other's memory; "" where they can, and where plain JAX runs instead of kernels."""
+    if jax.process_count() > 1:
+        return f"there are {jax.process_count()} processes"
+    return "" if extension.has_peer_access() else "these GPUs have none"
 
 
 def _reads_few(topk: int, devices: int) -> bool:

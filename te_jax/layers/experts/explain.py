@@ -112,6 +112,8 @@ def _why(exchange: Exchange, options: ExpertExchange, tokens: int) -> str:
         return "devices of different experts have the same tokens" if tokens else "there are no tokens"
     if options.strategy != "auto":
         return "options.exchange asks for it"
+    if exchange.strategy == PEER_ACCESS:
+        return "these GPUs can read each other's memory"
     if exchange.strategy == "all_gather" and options.block_factor is None:
         return "no token may be dropped, so that a block would have room for all tokens, too"
     if exchange.strategy == "all_gather":
