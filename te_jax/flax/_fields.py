@@ -41,6 +41,7 @@ from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
 from te_jax.ops.quantize.activation import ACTIVATIONS, check_params
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
 from te_jax.state.fp8 import COLLECTION
 
@@ -111,7 +112,9 @@ def _each(kind: Kind, names: str) -> dict[str, Kind]:
 FIELDS: dict[str, Kind] = {
     # sizes
     **_each(_WIDTHS, "features"),
-    **_each(_REQUIRED, "head_dim num_attention_heads"),
+    **_each(_REQUIRED, "head_dim num_attention_heads ssm_num_heads"),
+    **_each(_POSITIVE, "ssm_head_dim ssm_state_size ssm_num_groups"),
+    **_each(integer(2, 4), "conv_width"),
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
@@ -119,11 +122,13 @@ FIELDS: dict[str, Kind] = {
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
-    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
+    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
     **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps mscale"),
+    **_each(number(above=0), "time_step_min time_step_max time_step_floor"),
+    **_each(LIMIT, "time_step_limit"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
@@ -146,7 +151,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
-    **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias"),
+    **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
@@ -300,6 +305,18 @@ def groups_divide_heads(module) -> str | None:
     heads, groups = module.num_attention_heads, module.num_gqa_groups
     if groups is not None and heads % groups:
         return f"num_attention_heads={heads} does not split into num_gqa_groups={groups}; pass a divisor of it"
+
+
+def ssm_sizes_fit(module) -> str | None:
+    """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`; `time_step_min` is at most `time_step_max`."""
+    for name in ("ssm_num_groups", "norm_groups"):
+        if module.ssm_num_heads % (getattr(module, name) or 1):
+            return (
+                f"ssm_num_heads={module.ssm_num_heads} does not split into {name}={getattr(module, name)}; pass a "
+                "divisor of it"
+            )
+    if module.time_step_min > module.time_step_max:
+        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
 
 
 def head_width_is_known(module) -> str | None:

@@ -227,11 +227,12 @@ ssd_bwd: Op = Op(
 dinitial in f32. What happens within a chunk is computed again."""
 
 
-_LIMIT = Kind(
+LIMIT = Kind(
     "a tuple (least, most) of numbers with 0 <= least <= most",
     lambda v: isinstance(v, tuple | list),
     lambda v: len(v) == 2 and all(isinstance(x, int | float) for x in v) and 0 <= v[0] <= v[1],
 )
+"""Bounds of dt."""
 
 
 def ssd(
@@ -275,7 +276,7 @@ def ssd(
         kind = INTEGERS if what == "segments" else FLOATS_ARRAY
         check(name, what, a, kind if i < 5 else kind | NONE)
     check(name, "dt_softplus", dt_softplus, BOOL)
-    check(name, "dt_limit", dt_limit, _LIMIT)
+    check(name, "dt_limit", dt_limit, LIMIT)
     check(name, "return_final_state", return_final_state, BOOL)
     _check_shapes(name, dict(zip(names, operands)))
     D = D[:, None] if D is not None and D.ndim == 1 else D
