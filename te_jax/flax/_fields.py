@@ -89,6 +89,7 @@ _SCALING = Kind(
     lambda value: value is None or isinstance(value, Scaling),
 )
 _EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
+_MAMBA = Kind("a dict of fields of Mamba2", lambda value: isinstance(value, Mapping))
 _LAYER_TYPE = Kind(
     "one of ('encoder', 'decoder') or a TransformerLayerType",
     lambda value: isinstance(value, str | TransformerLayerType),
@@ -186,6 +187,8 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | integer(), "rotary_pos_emb_dim"),
     **_each(_SCALING, "rotary_pos_emb_scaling"),
     **_each(NONE | _EXPERTS, "moe"),
+    **_each(NONE | _MAMBA, "ssm"),
+    **_each(one_of("both", "mixer", "mlp"), "sublayers"),
     **_each(_RELATIVE, "relative_embedding"),
     **_refused.FIELDS,
 }
@@ -307,18 +310,6 @@ def groups_divide_heads(module) -> str | None:
         return f"num_attention_heads={heads} does not split into num_gqa_groups={groups}; pass a divisor of it"
 
 
-def ssm_sizes_fit(module) -> str | None:
-    """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`; `time_step_min` is at most `time_step_max`."""
-    for name in ("ssm_num_groups", "norm_groups"):
-        if module.ssm_num_heads % (getattr(module, name) or 1):
-            return (
-                f"ssm_num_heads={module.ssm_num_heads} does not split into {name}={getattr(module, name)}; pass a "
-                "divisor of it"
-            )
-    if module.time_step_min > module.time_step_max:
-        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
-
-
 def head_width_is_known(module) -> str | None:
     """`num_attention_heads` divides `hidden_size`, unless `kv_channels` or `kv_lora_rank` is given."""
     free = module.kv_channels is not None or module.kv_lora_rank is not None
@@ -417,6 +408,19 @@ def experts_take_the_place_of_the_mlp(module) -> str | None:
     ):
         if module.moe is not None and value:
             return f"{name} is {value}, which experts have not; leave it out, or moe"
+
+
+def mixers_stand_alone(module) -> str | None:
+    """`ssm`, and `sublayers` other than "both", are for an encoder without `parallel_attention_mlp`; `ssm` goes without
+    `transpose_batch_sequence` and relative embedding."""
+    one = module.sublayers != "both"
+    asked = f"sublayers is {module.sublayers!r}" if one else "ssm is given"
+    if (one or module.ssm is not None) and (is_decoder(module) or module.parallel_attention_mlp):
+        other = 'layer_type is "decoder"' if is_decoder(module) else "parallel_attention_mlp is True"
+        return f"{asked}, but {other}; leave one of them out"
+    if module.ssm is not None and (module.transpose_batch_sequence or has_relative_embedding(module)):
+        other = "transpose_batch_sequence" if module.transpose_batch_sequence else "relative embedding"
+        return f"ssm is given, but {other} is on, which Mamba2 has not; leave one of them out"
 
 
 def relative_embedding_is_a_bias(module) -> str | None:

@@ -15,7 +15,7 @@ from te_jax.flax._common import (
     lora_scope,
     parameter,
 )
-from te_jax.flax._fields import Module, check_call, shared_fields, ssm_sizes_fit
+from te_jax.flax._fields import Module, check_call, shared_fields
 from te_jax.flax._projections import by_heads, project_normed, project_output
 from te_jax.flax._state import describe
 from te_jax.flax.attention import mask_of_rows
@@ -32,6 +32,18 @@ from te_jax.sharding import (
 )
 
 CACHED = MambaState("x_conv_state", "B_conv_state", "C_conv_state", "ssm_state")
+
+
+def ssm_sizes_fit(module) -> str | None:
+    """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`; `time_step_min` is at most `time_step_max`."""
+    for name in ("ssm_num_groups", "norm_groups"):
+        if module.ssm_num_heads % (getattr(module, name) or 1):
+            return (
+                f"ssm_num_heads={module.ssm_num_heads} does not split into {name}={getattr(module, name)}; pass a "
+                "divisor of it"
+            )
+    if module.time_step_min > module.time_step_max:
+        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
 
 
 class Mamba2(Module):

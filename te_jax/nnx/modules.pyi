@@ -606,6 +606,8 @@ class TransformerLayer(Layer):
         v_head_dim: int | None = None,
         mscale: float = 1.0,
         moe: Mapping[str, Any] | None = None,
+        ssm: Mapping[str, Any] | None = None,
+        sublayers: str = "both",
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,

@@ -239,3 +239,53 @@ def test_wrong_caches():
 def test_wrong_norms(changed, message):
     with pytest.raises(ValueError, match=message):
         gated_rmsnorm(**dict(x=jnp.ones((2, 4, 8)), z=jnp.ones((2, 4, 8)), gamma=jnp.ones(32)) | changed)
+
+
+def hybrid(**fields):
+    """Mamba2 and MLP, attention by itself, MLP by itself, Mamba2 by itself."""
+    ssm = dict(ssm_num_heads=N, ssm_head_dim=P, ssm_state_size=STATE)
+    pattern = (dict(ssm=ssm), dict(sublayers="mixer"), dict(sublayers="mlp"), dict(ssm=ssm, sublayers="mixer"))
+    layer = dict(num_attention_heads=2, mlp_hidden_size=32, hidden_dropout=0.0, attention_dropout=0.0)
+    layer |= dict(enable_rotary_pos_emb=True, layernorm_type="rmsnorm", self_attn_mask_type="causal")
+    config = te.models.ModelConfig(32, 4, H, layer=layer, pattern=pattern, **fields)
+    return te.models.CausalLM(config, dtype=jnp.float32)
+
+
+def test_a_hybrid_stack_generates():
+    """The sublayers of each kind; prompts of two lengths; greedy tokens as passes over whole texts choose them."""
+    model = hybrid()
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 6)).astype(np.int32)
+    variables = quick_init(model.init)(KEY, tokens)
+    layers = variables["params"]["layers"]
+    assert [set(layers[f"layer_{i}"]["TransformerLayer_0"]) for i in range(4)] == [
+        {"mamba", "mlp"},
+        {"attention"},
+        {"mlp"},
+        {"mamba"},
+    ]
+    lengths = np.array([6, 4], np.int32)
+    new = jax.jit(lambda v: te.models.generate(model, v, tokens, 3, lengths=lengths))(variables)
+
+    @jax.jit
+    def checked(variables, whole):
+        return [model.apply(variables, row[None])[0] for row in whole]
+
+    whole = [np.concatenate([tokens[i, : lengths[i]], np.asarray(new)[i]]) for i in range(2)]
+    for i, logits in enumerate(checked(variables, whole)):
+        np.testing.assert_array_equal(np.argmax(logits, -1)[lengths[i] - 1 : -1], np.asarray(new)[i])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(ssm=dict(ssm_num_heads=2), layer_type="decoder"), 'ssm is given, but layer_type is "decoder"'),
+        (dict(sublayers="mlp", parallel_attention_mlp=True), "sublayers is 'mlp', but parallel_attention_mlp is True"),
+        (dict(ssm=dict(ssm_num_heads=2), transpose_batch_sequence=True), "ssm is given, but transpose_batch_sequence"),
+        (dict(sublayers="attention"), "sublayers is 'attention'; pass one of 'both', 'mixer', 'mlp'"),
+        (dict(ssm=dict(num_heads=2)), "unexpected keyword argument 'num_heads'"),
+    ],
+)
+def test_wrong_layers(fields, message):
+    layer = te_flax.TransformerLayer(**dict(hidden_size=H, num_attention_heads=2, mlp_hidden_size=16) | fields)
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.eval_shape(lambda: layer.init(KEY, jnp.ones((B, S, H))))

@@ -164,6 +164,8 @@ MEANINGS = {
     "parallel_attention_mlp": "Attention and MLP read the same input and share one residual connection, as in Falcon",
     "parallel_shared_layernorm": "The MLP reads the norm of attention, as in GPT-J and Falcon 7B",
     "post_norms": "A norm also after attention and after the MLP, as in Gemma 2",
+    "ssm": "Puts a `Mamba2` of these fields, such as `dict(ssm_num_heads=8)`, instead of self-attention",
+    "sublayers": 'What the layer has: "mixer" is only attention or Mamba2, "mlp" only the MLP or the experts',
     "moe": "Puts a mixture of experts of these fields, such as `dict(num_experts=8)`, instead of the MLP",
     # experts
     "num_experts": "E, the number of experts",
