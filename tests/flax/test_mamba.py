@@ -10,12 +10,14 @@ from flax import linen as nn
 from flax import nnx
 from flax_reference import data
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxprs import equations
 from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import recipe
+from te_jax.checkpoint_policies import GEMM, SSM, save
 from te_jax.layers import gated_rmsnorm
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import MeshResource, global_shard_guard
@@ -148,6 +150,19 @@ def test_fp8(law):
     assert str(rows).count("fprop") >= 1
     if law.has_state:
         assert set(variables[te.FP8_COLLECTION]) == {"x", "z", "B", "C", "dt", "out"}
+
+
+def test_a_policy_keeps_the_scan():
+    """By its name the scan runs once; without, the backward pass computes it again."""
+    module, x = mamba(), data(1, S, H)
+    params = jax.eval_shape(lambda: module.init(KEY, x))
+
+    def scans(**policy):
+        loss = lambda p: jnp.sum(module.apply(p, x)[0])
+        grad = jax.grad(jax.checkpoint(loss, **policy) if policy else loss)
+        return sum(eqn.primitive.name == "te_ssd_fwd" for eqn in equations(jax.make_jaxpr(grad)(params).jaxpr))
+
+    assert [scans(), scans(policy=None), scans(policy=save(SSM)), scans(policy=save(GEMM))] == [1, 2, 1, 2]
 
 
 def test_adapters():

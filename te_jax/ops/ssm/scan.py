@@ -14,6 +14,7 @@ from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, Kind, check
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
+from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.runs import runs_of
@@ -314,8 +315,9 @@ def _ssd(x, dt, A, B, C, D, z, dt_bias, segments, initial, static):
 
 def _ssd_fwd(*args):
     *operands, (attrs, final) = args
-    *outs, states = ssd_fwd(*operands, outputs=("y", "final", "states") if final else ("y", "states"), **dict(attrs))
-    return tuple(outs), (*operands[:9], operands[9], states)
+    outputs = ("y", "final", "states") if final else ("y", "states")
+    *outs, states = with_names(ssd_fwd(*operands, outputs=outputs, **dict(attrs)), SSM)
+    return tuple(outs), (*operands, states)
 
 
 def _ssd_bwd(static, residuals, cotangents):
