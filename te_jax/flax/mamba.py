@@ -61,6 +61,8 @@ class Mamba2(Module):
     norm_groups:           of the gated norm: a divisor of h; None is g.
     norm_before_gate:      the gated norm is RMSNorm(y) silu(z) instead of RMSNorm(y silu(z)).
     use_bias:              of the projections.
+    context_parallel_axis: the mesh axis that cuts the sequence, in order; "": the cp_resource of the MeshResource.
+                           Devices exchange the states behind their tokens.
     low_rank_adaptation_scope: "qkv_proj" adapts the projections to x, z, B, C and dt.
     Other fields are as in `MultiHeadAttention`.
 
@@ -95,6 +97,7 @@ class Mamba2(Module):
     low_rank_adaptation_alpha: float | None = None
     dtype: jnp.dtype = jnp.float32
     enable_sequence_parallel: bool = False
+    context_parallel_axis: str | None = ""
     params_dtype: jnp.dtype | None = None
 
     transpose_batch_sequence = False  # no field: inputs are [b, s, H]
@@ -129,13 +132,13 @@ class Mamba2(Module):
         max_decode_length: has no effect, as states do not grow: attention next to this module takes it.
 
         Raises ValueError for inputs that are not [b, s, H], for a mask that is an array, for segments with decode=True,
-        for a cache of another shape, and where a mesh axis cuts the sequence; TypeError for a cache of another dtype.
+        for a cache of another shape, and for a sequence that the devices of cp_resource, which cut it in order, do not
+        divide; TypeError for a cache of another dtype.
         """
         check_call(self, norm_output=norm_output, residual=residual)
         check_decode(self, decode, max_decode_length)
         inputs = input_of(self, "inputs", inputs)
         mask = mask_of_rows(self, mask, inputs.shape[0])
-        self._refuse_a_cut_sequence()
         segments, lengths = self._segments(mask, inputs.shape[1], decode)
         (x, z, B, C, dt), normed, through = self._project(inputs, norm_output, residual)
         state = self._cached(x, B) if decode else None
@@ -146,6 +149,7 @@ class Mamba2(Module):
             norm_before_gate=self.norm_before_gate,
             segments=segments,
             lengths=lengths,
+            axis=None if decode else self._cut(),
             name=describe(self),
         )
         weights = self._weights()
@@ -208,14 +212,12 @@ class Mamba2(Module):
 
     # -- segments and states --------------------------------------------------------------------------------------
 
-    def _refuse_a_cut_sequence(self):
+    def _cut(self) -> str | None:
+        """The mesh axis that cuts the sequence, in order, or None."""
         resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
-        axis = None if resource is None else resource.cp_resource
-        if axis is not None and mesh.shape.get(axis, 1) > 1:
-            raise ValueError(
-                f"{describe(self)}: cp_resource of the MeshResource is {axis!r}, but the scan over a sequence that "
-                "devices share is not in this version; leave cp_resource out."
-            )
+        given = None if resource is None else resource.cp_resource
+        axis = given if self.context_parallel_axis == "" else self.context_parallel_axis
+        return axis if axis is not None and mesh.shape.get(axis, 1) > 1 else None
 
     def _segments(self, mask, s: int, decode: bool):
         """-> the segments i32[b, s] of tokens, or None; the lengths i32[b] of rows that a cache is to know, or None."""

@@ -119,6 +119,7 @@ def mamba2(
     state: MambaState | None = None,
     lengths: jax.Array | None = None,
     return_state: bool = False,
+    axis: str | None = None,
     name: str = "te_jax.layers.mamba2",
 ) -> Any:
     """gated_rmsnorm(ssd(silu(conv(x)), softplus(dt + dt_bias), .., silu(conv(B)), silu(conv(C))), z).
@@ -131,37 +132,51 @@ def mamba2(
     state:    the MambaState behind the tokens before these; None: there are none
     lengths:  integers [b] or None: tokens from there on are padding, and leave the state as it is
 
+    axis:     the mesh axis that cuts the sequence, in order; None: no axis does. Devices exchange the last inputs of
+              convolutions, and the states behind their tokens
+
     Returns y [b, s, h, p] of x's type; with return_state also the MambaState behind the last token. Raises what
     `te_jax.ops.ssm.causal_conv1d`, `te_jax.ops.ssm.ssd` and `gated_rmsnorm` raise, and ValueError for lengths together
-    with segments.
+    with segments, for a state next to axis, and for a sequence that the devices do not divide.
     """
     check(name, "return_state", return_state, BOOL)
     check(name, "lengths", lengths, INTEGERS | NONE)
     if lengths is not None and segments is not None:
         raise ValueError(f"{name}: lengths and segments are both given; a row of segments is full: pass one of them.")
-    past = state or (None,) * 4
-    given = zip((x, B, C), past, weights[:3], weights[3:6])
-    conv = partial(_conv_of_heads, segments=segments, lengths=lengths, wanted=return_state)
-    (x, x_last), (B, B_last), (C, C_last) = (conv(*each) for each in given)
-    limit = tuple(dt_limit)
-    steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=limit)
-    if lengths is not None:  # A step of 0 moves no state.
-        wide = jnp.promote_types(dt.dtype, jnp.float32)
-        dt = jax.nn.softplus(dt.astype(wide) + as_rank(weights.dt_bias.astype(wide), dt.ndim))
-        dt, steps = jnp.where(_is_real(dt.shape[1], lengths)[..., None], jnp.clip(dt, *limit), 0), {}
-    A = -jnp.exp(weights.A_log.astype(jnp.promote_types(x.dtype, jnp.float32)))
-    out = ssd(
-        x, dt, A, B, C, weights.D, **steps, segments=segments, initial_state=past[3], return_final_state=return_state
-    )
-    y, last = out if return_state else (out, None)
+    scanned = partial(_conv_and_scan, dt_limit=tuple(dt_limit), wanted=return_state)
+    if axis is None:
+        y, last = scanned(x, B, C, dt, weights, segments, state, lengths)
+    else:
+        _check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
+        y, last = _on_each_device(scanned, axis, x, B, C, dt, weights, segments), None
     options = dict(groups=norm_groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
     y = gated_rmsnorm(y, z, weights.norm, **options, name=name)
-    return (y, MambaState(x_last, B_last, C_last, last)) if return_state else y
+    return (y, last) if return_state else y
 
 
-def _is_real(s, lengths):
-    """bool[b, s]: tokens that are no padding."""
-    return jnp.arange(s) < lengths[:, None]
+def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, *, dt_limit, wanted):
+    """-> y [b, s, h, p] before its norm, and the MambaState behind the tokens, or None unless `wanted`."""
+    past = state or (None,) * 4
+    given = zip((x, B, C), past, weights[:3], weights[3:6])
+    conv = partial(_conv_of_heads, segments=segments, lengths=lengths, wanted=wanted)
+    (x, x_last), (B, B_last), (C, C_last) = (conv(*each) for each in given)
+    steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=dt_limit)
+    if lengths is not None:  # A step of 0 moves no state.
+        is_real = jnp.arange(dt.shape[1]) < lengths[:, None]
+        dt, steps = jnp.where(is_real[..., None], _steps_of(dt, weights, dt_limit), 0), {}
+    options = dict(segments=segments, initial_state=past[3], return_final_state=wanted)
+    out = ssd(x, dt, _decay_rate(weights, x), B, C, weights.D, **steps, **options)
+    return (out[0], MambaState(x_last, B_last, C_last, out[1])) if wanted else (out, None)
+
+
+def _steps_of(dt, weights, limit):
+    """How far each token moves the state, f32[b, s, h]."""
+    wide = jnp.promote_types(dt.dtype, jnp.float32)
+    return jnp.clip(jax.nn.softplus(dt.astype(wide) + as_rank(weights.dt_bias.astype(wide), dt.ndim)), *limit)
+
+
+def _decay_rate(weights, x):
+    return -jnp.exp(weights.A_log.astype(jnp.promote_types(x.dtype, jnp.float32)))
 
 
 def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
@@ -178,3 +193,77 @@ def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
         at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(width)
         last = jnp.take_along_axis(tokens, at[..., None], 1)
     return y.reshape(a.shape), last
+
+
+# -- a sequence that devices share --------------------------------------------------------------------------------
+
+
+def _check_cut(name, s, width, axis, state, lengths, return_state):
+    size = jax.sharding.get_abstract_mesh().shape[axis]
+    if state is not None or lengths is not None or return_state:
+        raise ValueError(f"{name}: axis is {axis!r}, which cuts the sequence; a state and lengths are for whole ones.")
+    if s % size or s // size < width - 1:
+        raise ValueError(
+            f"{name}: {s} tokens on the {size} devices of {axis!r}; pass a multiple of {size}, and at least "
+            f"{width - 1} tokens for each."
+        )
+
+
+def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
+    """`scanned` with each device's tokens, and the state behind those of the devices before it -> y [b, s, h, p]."""
+
+    def shard(x, B, C, dt, segments, weights):
+        x, B, C, dt, segments, weights = align(x, B, C, dt, segments, weights)
+        goes_on = _goes_on(segments, axis)
+        tails = [_tail(a, weights.x_kernel.shape[0] - 1, segments) for a in (x, B, C)]
+        before = [jnp.where(goes_on[:, None, None], _from_the_device_before(a, axis), 0) for a in tails]
+        ssm = jnp.zeros((x.shape[0], *x.shape[2:], B.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
+        _, local = scanned(x, B, C, dt, weights, segments, MambaState(*before, *align(ssm, x)[:1]), None, wanted=True)
+        rate = _decay_rate(weights, x)
+        kept = jnp.exp(jnp.sum(_steps_of(dt, weights, scanned.keywords["dt_limit"]) * rate, 1))
+        whole = jnp.ones(x.shape[0], bool) if segments is None else jnp.all(segments == segments[:, :1], 1)
+        state = _behind_others(local.ssm, jnp.where(whole[:, None], kept, 0), goes_on, axis)
+        return scanned(x, B, C, dt, weights, segments, MambaState(*before, state), None, wanted=False)[0]
+
+    tokens = PartitionSpec(None, axis)
+    specs = (*(tokens,) * 4, None if segments is None else tokens, jax.tree.map(lambda _: PartitionSpec(), weights))
+    run = jax.shard_map(shard, in_specs=specs, out_specs=tokens, axis_names={axis})
+    return run(x, B, C, dt, segments, weights)
+
+
+def _from_the_device_before(a, axis):
+    """`a` of the device before this one; of the first one 0."""
+    size = jax.lax.axis_size(axis)
+    return jax.lax.ppermute(a, axis, [(i, i + 1) for i in range(size - 1)])
+
+
+def _goes_on(segments, axis):
+    """bool[b], or [1]: whether the first token is of the segment of the last token of the device before."""
+    is_first = jax.lax.axis_index(axis) == 0
+    if segments is None:
+        return ~is_first[None]
+    return (_from_the_device_before(segments[:, -1], axis) == segments[:, 0]) & ~is_first
+
+
+def _tail(a, count, segments):
+    """The last inputs of a convolution [b, count, channels], 0 where they are not of the last token's segment."""
+    last = a.reshape(*a.shape[:2], -1)[:, a.shape[1] - count :]
+    if segments is None:
+        return last
+    ends = segments[:, ::-1] != segments[:, -1:]
+    same = ~jnp.cumsum(ends, 1, dtype=jnp.int32).astype(bool)[:, ::-1]
+    return jnp.where(same[:, same.shape[1] - count :, None], last, 0)
+
+
+def _behind_others(state, kept, goes_on, axis):
+    """The state that this device's first token finds: state f32[b, h, p, n] is behind the tokens of each device, which
+    begins with 0, and kept f32[b, h] what they leave of a state before them."""
+    states, keeps, goes = (
+        jax.lax.all_gather(a, axis) for a in (state, kept, jnp.broadcast_to(goes_on, kept.shape[:1]))
+    )
+    own, here, found = jax.lax.axis_index(axis), jnp.zeros_like(state), jnp.zeros_like(state)
+    for i in range(states.shape[0]):
+        here = jnp.where(goes[i][:, None, None, None], here, 0)
+        found = jnp.where(own == i, here, found)
+        here = here * keeps[i][..., None, None] + states[i]
+    return found

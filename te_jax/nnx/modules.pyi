@@ -495,6 +495,7 @@ class Mamba2(Layer):
         low_rank_adaptation_alpha: float | None = None,
         dtype: jnp.dtype = ...,
         enable_sequence_parallel: bool = False,
+        context_parallel_axis: str | None = "",
         params_dtype: jnp.dtype | None = None,
         *,
         rngs: nnx.Rngs,

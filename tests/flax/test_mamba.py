@@ -208,6 +208,31 @@ def test_mesh(kind, groups):
     close(got, want)
 
 
+@pytest.mark.parametrize("kind", ["auto", "explicit"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_sequence_on_several_devices(kind, packed):
+    """cp = 4, tp = 2: the numbers of one device, with segments that end within, between and behind devices."""
+    module, x, weights = mamba(), data(B, 16, H), data(B, 16, H, seed=2)
+    params = drawn(module, x)
+    ids = np.array([[1] * 5 + [2] * 3 + [3] * 8, [1] * 2 + [2] * 13 + [4]], np.int32)
+    mask = SequenceDescriptor.from_segment_ids_and_pos(ids) if packed else None
+
+    def run(params, x):
+        y, vjp = jax.vjp(lambda p, x: module.apply({"params": p}, x, mask)[0], params, x)
+        return y, *vjp(weights.astype(y.dtype))
+
+    want = jax.jit(run)(params, x)
+    types = (AxisType.Auto,) * 2 if kind == "auto" else (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((4, 2), ("cp", "tp"), axis_types=types)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(cp_resource="cp", tp_resource="tp")):
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(None, "cp")))
+            text = str(jax.make_jaxpr(run)(params, placed))
+            got = jax.jit(run)(params, placed)
+    assert "ppermute" in text and "all_gather" in text
+    close(got, want)
+
+
 WRONG = [
     (dict(), dict(inputs=jnp.ones((2, H))), r"Mamba2: inputs has shape \(2, 24\); pass \[batch, sequence, width\]"),
     (dict(), dict(mask=jnp.ones((B, 1, S, S), bool)), "mask is an array; the scan is causal"),
@@ -296,6 +321,10 @@ def test_a_hybrid_stack_generates():
         (dict(ssm=dict(ssm_num_heads=2), layer_type="decoder"), 'ssm is given, but layer_type is "decoder"'),
         (dict(sublayers="mlp", parallel_attention_mlp=True), "sublayers is 'mlp', but parallel_attention_mlp is True"),
         (dict(ssm=dict(ssm_num_heads=2), transpose_batch_sequence=True), "ssm is given, but transpose_batch_sequence"),
+        (
+            dict(ssm=dict(ssm_num_heads=2), context_parallel_causal_load_balanced=True),
+            "causal_load_balanced is on, which",
+        ),
         (dict(sublayers="attention"), "sublayers is 'attention'; pass one of 'both', 'mixer', 'mlp'"),
         (dict(ssm=dict(num_heads=2)), "unexpected keyword argument 'num_heads'"),
     ],
