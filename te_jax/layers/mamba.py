@@ -15,6 +15,7 @@ from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, check, integer
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.ssm import causal_conv1d, ssd
+from te_jax.sharding.constraints import place_axis
 
 
 def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
@@ -139,6 +140,7 @@ def mamba2(
     `te_jax.ops.ssm.causal_conv1d`, `te_jax.ops.ssm.ssd` and `gated_rmsnorm` raise, and ValueError for lengths together
     with segments, for a state next to axis, and for a sequence that the devices do not divide.
     """
+    segments, lengths = as_jax(segments, lengths)
     check(name, "return_state", return_state, BOOL)
     check(name, "lengths", lengths, INTEGERS | NONE)
     if lengths is not None and segments is not None:
@@ -199,7 +201,7 @@ def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
 
 
 def _check_cut(name, s, width, axis, state, lengths, return_state):
-    size = jax.sharding.get_abstract_mesh().shape[axis]
+    size = 1 if _is_manual(axis) else jax.sharding.get_abstract_mesh().shape[axis]
     if state is not None or lengths is not None or return_state:
         raise ValueError(f"{name}: axis is {axis!r}, which cuts the sequence; a state and lengths are for whole ones.")
     if s % size or s // size < width - 1:
@@ -216,7 +218,7 @@ def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
         x, B, C, dt, segments, weights = align(x, B, C, dt, segments, weights)
         goes_on = _goes_on(segments, axis)
         tails = [_tail(a, weights.x_kernel.shape[0] - 1, segments) for a in (x, B, C)]
-        before = [jnp.where(goes_on[:, None, None], _from_the_device_before(a, axis), 0) for a in tails]
+        before = [jnp.where(goes_on[:, None, None], _from_a_device_before(a, axis), 0) for a in tails]
         ssm = jnp.zeros((x.shape[0], *x.shape[2:], B.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
         _, local = scanned(x, B, C, dt, weights, segments, MambaState(*before, *align(ssm, x)[:1]), None, wanted=True)
         rate = _decay_rate(weights, x)
@@ -225,16 +227,27 @@ def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
         state = _behind_others(local.ssm, jnp.where(whole[:, None], kept, 0), goes_on, axis)
         return scanned(x, B, C, dt, weights, segments, MambaState(*before, state), None, wanted=False)[0]
 
+    if _is_manual(axis):
+        return shard(x, B, C, dt, segments, weights)
     tokens = PartitionSpec(None, axis)
     specs = (*(tokens,) * 4, None if segments is None else tokens, jax.tree.map(lambda _: PartitionSpec(), weights))
     run = jax.shard_map(shard, in_specs=specs, out_specs=tokens, axis_names={axis})
+    if on_explicit_mesh(jax.typeof(x)):
+        x, B, C, dt = (place_axis(a, 1, (axis,)) for a in (x, B, C, dt))
+        if segments is not None:
+            segments = jax.sharding.reshard(segments, PartitionSpec(*jax.typeof(x).sharding.spec[:1], axis))
     return run(x, B, C, dt, segments, weights)
 
 
-def _from_the_device_before(a, axis):
-    """`a` of the device before this one; of the first one 0."""
+def _is_manual(axis):
+    """Whether a `jax.shard_map` around has cut the sequence."""
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _from_a_device_before(a, axis, step=1):
+    """`a` of the device `step` before this one; of the first ones 0."""
     size = jax.lax.axis_size(axis)
-    return jax.lax.ppermute(a, axis, [(i, i + 1) for i in range(size - 1)])
+    return jax.lax.ppermute(a, axis, [(i, i + step) for i in range(size - step)])
 
 
 def _goes_on(segments, axis):
@@ -242,7 +255,7 @@ def _goes_on(segments, axis):
     is_first = jax.lax.axis_index(axis) == 0
     if segments is None:
         return ~is_first[None]
-    return (_from_the_device_before(segments[:, -1], axis) == segments[:, 0]) & ~is_first
+    return (_from_a_device_before(segments[:, -1], axis) == segments[:, 0]) & ~is_first
 
 
 def _tail(a, count, segments):
@@ -257,13 +270,9 @@ def _tail(a, count, segments):
 
 def _behind_others(state, kept, goes_on, axis):
     """The state that this device's first token finds: state f32[b, h, p, n] is behind the tokens of each device, which
-    begins with 0, and kept f32[b, h] what they leave of a state before them."""
-    states, keeps, goes = (
-        jax.lax.all_gather(a, axis) for a in (state, kept, jnp.broadcast_to(goes_on, kept.shape[:1]))
-    )
-    own, here, found = jax.lax.axis_index(axis), jnp.zeros_like(state), jnp.zeros_like(state)
-    for i in range(states.shape[0]):
-        here = jnp.where(goes[i][:, None, None, None], here, 0)
-        found = jnp.where(own == i, here, found)
-        here = here * keeps[i][..., None, None] + states[i]
-    return found
+    begins with 0, and kept f32[b, h] what they leave of a state before them. A scan by doubling."""
+    kept, step = jnp.where(goes_on[:, None], kept, 0), 1
+    while step < jax.lax.axis_size(axis):
+        before, left = (_from_a_device_before(a, axis, step) for a in (state, kept))
+        state, kept, step = before * kept[..., None, None] + state, left * kept, 2 * step
+    return jnp.where(goes_on[:, None, None, None], _from_a_device_before(state, axis), 0)
