@@ -213,7 +213,9 @@ class Mamba2(Module):
     # -- segments and states --------------------------------------------------------------------------------------
 
     def _cut(self) -> str | None:
-        """The mesh axis that cuts the sequence, in order, or None."""
+        """The mesh axis that cuts the sequence, in order, or None, as where only shapes count."""
+        if self.is_initializing():
+            return None
         resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
         given = None if resource is None else resource.cp_resource
         axis = given if self.context_parallel_axis == "" else self.context_parallel_axis

@@ -240,6 +240,15 @@ def test_a_sequence_on_several_devices(kind, packed):
     close(got, want)
 
 
+@pytest.mark.parametrize("tokens", [14, 8])
+def test_sequences_that_devices_cannot_share(tokens):
+    module, x = mamba(context_parallel_axis="cp"), jnp.ones((B, tokens, H))
+    with jax.set_mesh(jax.make_mesh((4,), ("cp",))):
+        params = jax.eval_shape(lambda: module.init(KEY, x))  # of inputs of any length
+        with pytest.raises(ValueError, match=f"Mamba2: {tokens} tokens on the 4 devices of 'cp'; pass a multiple of 4"):
+            jax.eval_shape(lambda p: module.apply(p, x), params)
+
+
 WRONG = [
     (dict(), dict(inputs=jnp.ones((2, H))), r"Mamba2: inputs has shape \(2, 24\); pass \[batch, sequence, width\]"),
     (dict(), dict(mask=jnp.ones((B, 1, S, S), bool)), "mask is an array; the scan is causal"),
