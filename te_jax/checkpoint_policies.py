@@ -10,6 +10,7 @@ to the names that users give by fields of modules. The policies of this module s
 
 GEMM:       The output of each GEMM of the forward pass, in FP8 or not.
 ATTENTION:  The output of attention, and the other results of its forward kernel that the gradient needs.
+SSM:        The output of a state-space scan, and the states that its gradient needs.
 QUANTIZED:  Activations in FP8, in the layout that the gradient of a weight reads, and the operands of FP8 attention.
 KERNEL:     Weights in FP8, in the layout that the gradient of the activations reads.
 STATISTICS: Scales and amaxes of whole tensors, the statistics of norms, at most 8 bytes for each row, and where routers
@@ -28,6 +29,7 @@ from te_jax.core.policies import GEMM as GEMM
 from te_jax.core.policies import KERNEL as KERNEL
 from te_jax.core.policies import NAMES as NAMES
 from te_jax.core.policies import QUANTIZED as QUANTIZED
+from te_jax.core.policies import SSM as SSM
 from te_jax.core.policies import STATISTICS as STATISTICS
 from te_jax.core.policies import checkpoint_dots_and_te_gemms as checkpoint_dots_and_te_gemms
 from te_jax.core.policies import dots_and_te_gemms_with_no_batch_dims as dots_and_te_gemms_with_no_batch_dims

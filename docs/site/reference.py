@@ -57,7 +57,7 @@ PAGES = (
     Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType")}),
     Page("flax-dense", "te_jax.flax", {"": ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm")}),
     Page("flax-attention", "te_jax.flax", {
-        "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention"),
+        "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "Mamba2"),
     }),
     Page("flax-experts", "te_jax.flax", {"": ("MoEBlock", "update_expert_bias")}),
     Page("flax-head", "te_jax.flax", {"": ("LMHead", "RelativePositionBiases")}),
@@ -77,7 +77,7 @@ PAGES = (
         "Modules": (
             *("TransformerLayer", "DenseGeneral", "Linear", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm"),
             *("RMSNorm", "MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "MoEBlock", "LMHead"),
-            *("RelativePositionBiases", "DotGeneral", "Layer", ...),
+            *("RelativePositionBiases", "DotGeneral", "Mamba2", "Layer", ...),
         ),
         "Training steps": ("value_and_grad",),
         "State": ("Fp8State", "ExpertBias", "Loss", "convert_fp8_state", "from_linen", "to_linen"),
@@ -119,6 +119,7 @@ PAGES = (
         ),
     }),
     Page("ops-rope", "te_jax.ops.rope", {"": ("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling")}),
+    Page("ops-ssm", "te_jax.ops.ssm", {"": ("causal_conv1d", "ssd")}),
     Page("ops-gemm", "te_jax.ops.gemm", {"": ("tune_all", "save_tuning", "load_tuning")}),
     Page("ops-router", "te_jax.ops.router", {"": ("route", "RouterOptions")}),
     Page("ops-permute", "te_jax.ops.permute", {"": ("group", "permute", "combine")}),

@@ -15,10 +15,11 @@ _MODULE = "te_jax.checkpoint_policies"
 _PREFIX = "te_"
 GEMM = _PREFIX + "gemm"
 ATTENTION = _PREFIX + "attention"
+SSM = _PREFIX + "ssm"
 QUANTIZED = _PREFIX + "quantized"
 KERNEL = _PREFIX + "quantized_kernel"
 STATISTICS = _PREFIX + "statistics"
-NAMES = (GEMM, ATTENTION, QUANTIZED, KERNEL, STATISTICS)
+NAMES = (GEMM, ATTENTION, SSM, QUANTIZED, KERNEL, STATISTICS)
 
 
 def with_names(tree: Any, *names: str | None) -> Any:

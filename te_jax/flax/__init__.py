@@ -2,6 +2,7 @@
 
 DenseGeneral, LayerNormDenseGeneral, LayerNormMLP, LayerNorm: Products, with the norm in front of them in one.
 DotProductAttention, MultiHeadAttention, MultiHeadLatentAttention, RelativePositionBiases: Attention.
+Mamba2: A mixer of tokens by a state-space model.
 TransformerLayer, MoEBlock, LMHead: A layer; its mixture of experts; logits and their loss.
 DotGeneral, make_dot_general_cls, wrap_function_in_te_state_module: FP8 for products of modules that are not of te_jax.
 TrainState, fp8_masked: Training steps.
@@ -28,6 +29,7 @@ from te_jax.flax.lora import join_lora as join_lora
 from te_jax.flax.lora import lora_mask as lora_mask
 from te_jax.flax.lora import merge_lora as merge_lora
 from te_jax.flax.lora import split_lora as split_lora
+from te_jax.flax.mamba import Mamba2 as Mamba2
 from te_jax.flax.mha import MultiHeadAttention as MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention as MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP as LayerNormMLP

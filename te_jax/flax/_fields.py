@@ -41,6 +41,7 @@ from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
 from te_jax.ops.quantize.activation import ACTIVATIONS, check_params
 from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
 from te_jax.state.fp8 import COLLECTION
 
@@ -88,6 +89,7 @@ _SCALING = Kind(
     lambda value: value is None or isinstance(value, Scaling),
 )
 _EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
+_MAMBA = Kind("a dict of fields of Mamba2", lambda value: isinstance(value, Mapping))
 _LAYER_TYPE = Kind(
     "one of ('encoder', 'decoder') or a TransformerLayerType",
     lambda value: isinstance(value, str | TransformerLayerType),
@@ -111,7 +113,9 @@ def _each(kind: Kind, names: str) -> dict[str, Kind]:
 FIELDS: dict[str, Kind] = {
     # sizes
     **_each(_WIDTHS, "features"),
-    **_each(_REQUIRED, "head_dim num_attention_heads"),
+    **_each(_REQUIRED, "head_dim num_attention_heads ssm_num_heads"),
+    **_each(_POSITIVE, "ssm_head_dim ssm_state_size ssm_num_groups"),
+    **_each(integer(2, 4), "conv_width"),
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
@@ -119,11 +123,13 @@ FIELDS: dict[str, Kind] = {
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
-    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels"),
+    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
     **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps mscale"),
+    **_each(number(above=0), "time_step_min time_step_max time_step_floor"),
+    **_each(LIMIT, "time_step_limit"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
@@ -146,7 +152,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
-    **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias"),
+    **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
@@ -181,6 +187,8 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | integer(), "rotary_pos_emb_dim"),
     **_each(_SCALING, "rotary_pos_emb_scaling"),
     **_each(NONE | _EXPERTS, "moe"),
+    **_each(NONE | _MAMBA, "ssm"),
+    **_each(one_of("both", "mixer", "mlp"), "sublayers"),
     **_each(_RELATIVE, "relative_embedding"),
     **_refused.FIELDS,
 }
@@ -400,6 +408,23 @@ def experts_take_the_place_of_the_mlp(module) -> str | None:
     ):
         if module.moe is not None and value:
             return f"{name} is {value}, which experts have not; leave it out, or moe"
+
+
+def mixers_stand_alone(module) -> str | None:
+    """`ssm`, and `sublayers` other than "both", are for an encoder without `parallel_attention_mlp`; `ssm` goes without
+    `transpose_batch_sequence`, `context_parallel_causal_load_balanced` and relative embedding."""
+    one = module.sublayers != "both"
+    asked = f"sublayers is {module.sublayers!r}" if one else "ssm is given"
+    if (one or module.ssm is not None) and (is_decoder(module) or module.parallel_attention_mlp):
+        other = 'layer_type is "decoder"' if is_decoder(module) else "parallel_attention_mlp is True"
+        return f"{asked}, but {other}; leave one of them out"
+    lacks = {
+        name: getattr(module, name) for name in ("transpose_batch_sequence", "context_parallel_causal_load_balanced")
+    }
+    lacks["relative embedding"] = has_relative_embedding(module)
+    for name, on in lacks.items():
+        if module.ssm is not None and on:
+            return f"ssm is given, but {name} is on, which Mamba2 has not; leave one of them out"
 
 
 def relative_embedding_is_a_bias(module) -> str | None:

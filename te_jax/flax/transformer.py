@@ -29,6 +29,7 @@ from te_jax.flax._fields import (
     head_width_is_known,
     is_decoder,
     latent_attention_stands_alone,
+    mixers_stand_alone,
     parallel_layers_are_encoders,
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
@@ -37,6 +38,7 @@ from te_jax.flax._fields import (
 )
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
+from te_jax.flax.mamba import Mamba2
 from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
@@ -93,6 +95,9 @@ class TransformerLayer(Module):
                         `encoded` is in the balanced order too.
     moe:                fields of `MoEBlock` in a dict, such as dict(num_experts=8): experts of width mlp_hidden_size
                         replace the MLP. `nn.scan` wants variable_axes for `losses` and `expert_bias` then.
+    ssm:                fields of `Mamba2` in a dict, such as dict(ssm_num_heads=8): it replaces self-attention.
+    sublayers:          "mixer": the layer has only attention or Mamba2; "mlp": only the MLP or the experts. In hybrid
+                        models a layer may be one of them.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
@@ -102,10 +107,10 @@ class TransformerLayer(Module):
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 69.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 71.
 
-    Parameters: `attention` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
-    `MultiHeadAttention` or `MultiHeadLatentAttention`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
+    Parameters: `attention` or `mamba` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
+    `MultiHeadAttention`, `MultiHeadLatentAttention` or `Mamba2`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
     `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm`
     (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. All parameters are in
     boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a
@@ -181,6 +186,8 @@ class TransformerLayer(Module):
     v_head_dim: int | None = None
     mscale: float = 1.0
     moe: Mapping[str, Any] | None = None
+    ssm: Mapping[str, Any] | None = None
+    sublayers: str = "both"
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -190,6 +197,7 @@ class TransformerLayer(Module):
             rotary_fields_fit,
             qk_norm_fields_fit,
             latent_attention_stands_alone,
+            mixers_stand_alone,
             cross_fields_need_a_decoder,
             activations_take_their_params,
             experts_take_the_place_of_the_mlp,
@@ -221,7 +229,7 @@ class TransformerLayer(Module):
             tokens of each row. `MultiHeadAttention` explains prompts of different lengths, masks (their columns are the
             T slots of the cache), and what a call without a cache does. Cross-attention reads `encoded` anew.
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
-        positions: [b, s] or [s] for RoPE in self-attention.
+        positions: [b, s] or [s] for RoPE in self-attention; Mamba2 has no use for them.
 
         Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, for fields
         that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
@@ -233,22 +241,19 @@ class TransformerLayer(Module):
         inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
         check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
-        name = "self_attention" if decoder else "attention"
+        name = "self_attention" if decoder else "attention" if self.ssm is None else "mamba"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
         in_kernels = not (dropped or self.apply_residual_connection_post_layernorm or self.post_norms)
-        x, normed = self._attention(name, cross=False)(
-            inputs,
-            None,
-            attention_mask,
-            self._relative_bias(inputs, not decoder, name if decode else None, max_decode_length),
-            decode=decode,
-            deterministic=deterministic,
-            positions=positions,
-            residual=in_kernels,
-            norm_output=False,
-            max_decode_length=max_decode_length,
-        )
+        call = dict(decode=decode, residual=in_kernels, norm_output=False, max_decode_length=max_decode_length)
+        if self.sublayers == "mlp":
+            return self._close(inputs, deterministic, in_kernels)
+        if self.ssm is not None:
+            x, normed = self._mamba()(inputs, attention_mask, **call)
+        else:
+            bias = self._relative_bias(inputs, not decoder, name if decode else None, max_decode_length)
+            call |= dict(deterministic=deterministic, positions=positions)
+            x, normed = self._attention(name, cross=False)(inputs, None, attention_mask, bias, **call)
         if self.parallel_attention_mlp:  # the MLP's second GEMM adds what attention gave
             source = normed if self.parallel_shared_layernorm else inputs
             x, _ = self._feed_forward(source, deterministic, x)
@@ -259,8 +264,13 @@ class TransformerLayer(Module):
             cross = self._attention(name, cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
             x = self._add(self._post_norm(name, y), x, normed, deterministic, in_kernels, self._cross_drop_path)
-        z, normed = self._feed_forward(x, deterministic, in_kernels)
-        x = self._add(self._post_norm("mlp", z), x, normed, deterministic, in_kernels)
+        return self._close(x, deterministic, in_kernels)
+
+    def _close(self, x, deterministic: bool, in_kernels: bool):
+        """The MLP or the experts, where the layer has them, and the norm behind all."""
+        if self.sublayers != "mixer":
+            z, normed = self._feed_forward(x, deterministic, in_kernels)
+            x = self._add(self._post_norm("mlp", z), x, normed, deterministic, in_kernels)
         return self._norm("output_layernorm")(x) if self.output_layernorm else x
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
@@ -339,6 +349,14 @@ class TransformerLayer(Module):
             float32_logits=self.float32_attention_logits,
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
+
+    def _mamba(self) -> Mamba2:
+        own = dict(
+            input_layernorm=not self.output_layernorm,
+            return_layernorm_output=self.apply_residual_connection_post_layernorm,
+            kernel_init=self.mha_kernel_init,
+        )
+        return Mamba2(**shared_fields(self, Mamba2) | own | dict(self.ssm), name="mamba")
 
     def _fields_of_mlp(self) -> dict[str, Any]:
         """The fields that the MLP and experts have under other names than the layer."""

@@ -17,6 +17,7 @@ from te_jax.nnx.modules import LayerNormDenseGeneral as LayerNormDenseGeneral
 from te_jax.nnx.modules import LayerNormMLP as LayerNormMLP
 from te_jax.nnx.modules import Linear as Linear
 from te_jax.nnx.modules import LMHead as LMHead
+from te_jax.nnx.modules import Mamba2 as Mamba2
 from te_jax.nnx.modules import MoEBlock as MoEBlock
 from te_jax.nnx.modules import MultiHeadAttention as MultiHeadAttention
 from te_jax.nnx.modules import MultiHeadLatentAttention as MultiHeadLatentAttention

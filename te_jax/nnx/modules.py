@@ -156,6 +156,12 @@ class MultiHeadLatentAttention(Layer):
     linen_type = te_flax.MultiHeadLatentAttention
 
 
+class Mamba2(Layer):
+    """`te_jax.flax.Mamba2` of inputs [b, s, in_features]."""
+
+    linen_type = te_flax.Mamba2
+
+
 class RelativePositionBiases(Layer):
     """`te_jax.flax.RelativePositionBiases` of two lengths."""
 

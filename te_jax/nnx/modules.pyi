@@ -466,6 +466,52 @@ class MultiHeadLatentAttention(Layer):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]: ...
 
+class Mamba2(Layer):
+    def __init__(
+        self,
+        in_features: int,
+        ssm_num_heads: int | None = None,
+        ssm_head_dim: int = 64,
+        ssm_state_size: int = 128,
+        ssm_num_groups: int = 1,
+        conv_width: int = 4,
+        use_conv_bias: bool = True,
+        time_step_min: float = 0.001,
+        time_step_max: float = 0.1,
+        time_step_floor: float = 0.0001,
+        time_step_limit: Sequence[float] = ...,
+        norm_groups: int | None = None,
+        norm_before_gate: bool = False,
+        input_layernorm: bool = True,
+        layernorm_type: str = "rmsnorm",
+        layernorm_epsilon: float = 1e-06,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        kernel_init: Callable[..., Any] | None = None,
+        use_bias: bool = False,
+        bias_init: Callable[..., Any] = ...,
+        low_rank_adaptation_scope: str = "none",
+        low_rank_adaptation_dim: int = 32,
+        low_rank_adaptation_alpha: float | None = None,
+        dtype: jnp.dtype = ...,
+        enable_sequence_parallel: bool = False,
+        context_parallel_axis: str | None = "",
+        params_dtype: jnp.dtype | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None: ...
+    def __call__(
+        self,
+        inputs: jax.Array,
+        mask: SequenceDescriptor | None = None,
+        *,
+        decode: bool = False,
+        residual: bool = False,
+        norm_output: bool = True,
+        max_decode_length: int | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]: ...
+
 class RelativePositionBiases(Layer):
     def __init__(
         self,
@@ -561,6 +607,8 @@ class TransformerLayer(Layer):
         v_head_dim: int | None = None,
         mscale: float = 1.0,
         moe: Mapping[str, Any] | None = None,
+        ssm: Mapping[str, Any] | None = None,
+        sublayers: str = "both",
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,

@@ -5,6 +5,7 @@ te_jax.ops.gemm:       Products, in FP8 or not, and the choice of their algorith
 te_jax.ops.norm:       LayerNorm and RMSNorm.
 te_jax.ops.activation: Activations, gated ones among them.
 te_jax.ops.rope:       Rotary position embeddings.
+te_jax.ops.ssm:        The convolution and the scan of state-space models.
 te_jax.ops.quantize:   Tensors in FP8.
 te_jax.ops.router, te_jax.ops.permute, te_jax.ops.grouped, te_jax.ops.gemm_grouped: Mixtures of experts.
 """
@@ -16,6 +17,6 @@ from te_jax.core.public import lazy_modules
 
 __all__ = (
     *("activation", "attention", "attention_context", "gemm", "gemm_grouped", "grouped", "norm", "permute", "quantize"),
-    *("rope", "router"),
+    *("rope", "router", "ssm"),
 )
 __getattr__: _Callable[[str], _Any] = lazy_modules("te_jax.ops", __all__)

@@ -31,6 +31,7 @@ SHARED_NAMES = {
         "LayerNorm",
         "LayerNormDenseGeneral",
         "LayerNormMLP",
+        "Mamba2",
         "MoEBlock",
         "MultiHeadAttention",
         "MultiHeadLatentAttention",

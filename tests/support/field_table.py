@@ -26,6 +26,7 @@ MODULES = [
         "DotProductAttention",
         "MultiHeadAttention",
         "MultiHeadLatentAttention",
+        "Mamba2",
         "RelativePositionBiases",
         "DotGeneral",
         "TransformerLayer",

@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-_ONES = ("scale", "var")  # gamma, the scales of FP8 state, and statistics of batches
-_ZEROS = ("bias", "mean", "amax_history", "index", "count", "offset", "lora_b_kernel", "lora_b")
+_ONES = ("scale", "var", "D")  # gamma, the scales of FP8 state, and statistics of batches
+_ZEROS = ("bias", "mean", "amax_history", "index", "count", "offset", "lora_b_kernel", "lora_b", "A_log")
 _NORMAL = ("kernel", "embedding", "lora_a", "wi_0", "wi_1", "wo")
 
 

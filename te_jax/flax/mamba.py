@@ -1,0 +1,282 @@
+"""Mamba2: a mixer of tokens by a state-space model, whose memory does not grow with the sequence."""
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from flax import linen as nn
+
+from te_jax.core.types import align
+from te_jax.flax._common import (
+    Initializer,
+    kernel_initializer,
+    lora_scope,
+    parameter,
+)
+from te_jax.flax._fields import Module, check_call, shared_fields
+from te_jax.flax._projections import by_heads, project_normed, project_output
+from te_jax.flax._state import describe
+from te_jax.flax.attention import mask_of_rows
+from te_jax.flax.cache import COLLECTION
+from te_jax.flax.dense import DenseGeneral
+from te_jax.flax.mha import check_decode, input_of
+from te_jax.layers.mamba import MambaState, MambaWeights, mamba2
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import (
+    W_FSDP_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    current_mesh_resource,
+)
+
+CACHED = MambaState("x_conv_state", "B_conv_state", "C_conv_state", "ssm_state")
+
+
+def ssm_sizes_fit(module) -> str | None:
+    """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`; `time_step_min` is at most `time_step_max`."""
+    for name in ("ssm_num_groups", "norm_groups"):
+        if module.ssm_num_heads % (getattr(module, name) or 1):
+            return (
+                f"ssm_num_heads={module.ssm_num_heads} does not split into {name}={getattr(module, name)}; pass a "
+                "divisor of it"
+            )
+    if module.time_step_min > module.time_step_max:
+        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
+
+
+class Mamba2(Module):
+    """A Mamba-2 mixer (Dao, Gu 2024, https://arxiv.org/abs/2405.21060): h heads of p channels with states of n.
+
+    Norm and projections to x, z, B, C and dt, which read one norm, causal convolutions of x, B and C, the scan, a gated
+    norm, and the projection back; the projections are in FP8 under `te_jax.autocast`.
+
+    ssm_num_heads, ssm_head_dim, ssm_state_size: h, p and n.
+    ssm_num_groups:        g, a divisor of h: heads of a group share B and C.
+    conv_width:            w, from 2 to 4, the tokens that a convolution sees. use_conv_bias: with biases.
+    time_step_min, time_step_max, time_step_floor: dt_bias begins so that steps are spread from the first to the second
+                           by their logarithm, and none is below the third.
+    time_step_limit:       bounds of steps.
+    norm_groups:           of the gated norm: a divisor of h; None is g.
+    norm_before_gate:      the gated norm is RMSNorm(y) silu(z) instead of RMSNorm(y silu(z)).
+    use_bias:              of the projections.
+    context_parallel_axis: the mesh axis that cuts the sequence, in order; "": the cp_resource of the MeshResource.
+                           Devices exchange the states behind their tokens.
+    low_rank_adaptation_scope: "qkv_proj" adapts the projections to x, z, B, C and dt.
+    Other fields are as in `MultiHeadAttention`.
+
+    Parameters, where H is the width of the inputs: `x/{scale, ln_bias}` [H], `x/kernel`, `z/kernel` [H, h*p],
+    `B/kernel`, `C/kernel` [H, g*n], `dt/kernel` [H, h], `out/kernel` [h*p, H]; `x_conv_kernel` [w, h*p],
+    `B_conv_kernel`, `C_conv_kernel` [w, g*n] and with use_conv_bias their biases; `A_log`, `D`, `dt_bias` [h];
+    `norm_scale` [h*p].
+    """
+
+    ssm_num_heads: int = None  # required
+    ssm_head_dim: int = 64
+    ssm_state_size: int = 128
+    ssm_num_groups: int = 1
+    conv_width: int = 4
+    use_conv_bias: bool = True
+    time_step_min: float = 0.001
+    time_step_max: float = 0.1
+    time_step_floor: float = 1e-4
+    time_step_limit: Sequence[float] = (0.0, math.inf)
+    norm_groups: int | None = None
+    norm_before_gate: bool = False
+    input_layernorm: bool = True
+    layernorm_type: str = "rmsnorm"
+    layernorm_epsilon: float = 1e-6
+    return_layernorm_output: bool = False
+    zero_centered_gamma: bool = False
+    kernel_init: Initializer | None = None
+    use_bias: bool = False
+    bias_init: Initializer = nn.initializers.zeros
+    low_rank_adaptation_scope: str = "none"
+    low_rank_adaptation_dim: int = 32
+    low_rank_adaptation_alpha: float | None = None
+    dtype: jnp.dtype = jnp.float32
+    enable_sequence_parallel: bool = False
+    context_parallel_axis: str | None = ""
+    params_dtype: jnp.dtype | None = None
+
+    transpose_batch_sequence = False  # no field: inputs are [b, s, H]
+    if not TYPE_CHECKING:  # as `Module` says
+        rules = (ssm_sizes_fit,)
+
+    @property
+    def num_attention_heads(self) -> int:
+        """The heads, by the name that projections know."""
+        return self.ssm_num_heads
+
+    @nn.compact
+    def __call__(
+        self,
+        inputs: jax.Array,
+        mask: SequenceDescriptor | None = None,
+        *,
+        decode: bool = False,
+        residual: bool = False,
+        norm_output: bool = True,
+        max_decode_length: int | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]:
+        """inputs [b, s, H] -> ([b, s, H], norm output [b, s, H] or None).
+
+        mask: a `SequenceDescriptor`: a token knows only of its segment. Arrays are refused: the scan is causal.
+        residual, norm_output: as in `MultiHeadAttention`.
+        decode: the inputs are the next s >= 1 tokens of each row. The collection `cache`, which must be mutable, holds
+            the last inputs of the convolutions, `x_conv_state` [b, w-1, h*p], `B_conv_state`, `C_conv_state`
+            [b, w-1, g*n], and `ssm_state` f32[b, h, p, n]. A call that finds none makes them; `init` makes them 0.
+            Prompts of different lengths: pass them padded on the right, and as mask
+            `SequenceDescriptor.from_seqlens(lengths)`, i32[b].
+        max_decode_length: has no effect, as states do not grow: attention next to this module takes it.
+
+        Raises ValueError for inputs that are not [b, s, H], for a mask that is an array, for segments with decode=True,
+        for a cache of another shape, and for a sequence that the devices of cp_resource, which cut it in order, do not
+        divide; TypeError for a cache of another dtype.
+        """
+        check_call(self, norm_output=norm_output, residual=residual)
+        check_decode(self, decode, max_decode_length)
+        inputs = input_of(self, "inputs", inputs)
+        mask = mask_of_rows(self, mask, inputs.shape[0])
+        segments, lengths = self._segments(mask, inputs.shape[1], decode)
+        (x, z, B, C, dt), normed, through = self._project(inputs, norm_output, residual)
+        state = self._cached(x, B) if decode else None
+        options = dict(
+            dt_limit=tuple(self.time_step_limit),
+            norm_groups=self.norm_groups or self.ssm_num_groups,
+            epsilon=self.layernorm_epsilon,
+            norm_before_gate=self.norm_before_gate,
+            segments=segments,
+            lengths=lengths,
+            axis=None if decode else self._cut(),
+            name=describe(self),
+        )
+        weights = self._weights()
+        if decode:
+            held = MambaState(*(variable.value for variable in state))
+            y, new = mamba2(x, B, C, dt, z, weights, **options, state=held, return_state=True)
+            for variable, value in zip(state, new):
+                if not self.is_initializing():
+                    variable.value = value
+        else:
+            y = mamba2(x, B, C, dt, z, weights, **options)
+        return project_output(self, y, inputs, through), normed
+
+    # -- projections and parameters -------------------------------------------------------------------------------
+
+    def _project(self, inputs, norm_output: bool, residual: bool):
+        """-> x, z [b, s, h, p], B, C [b, s, g, n], dt [b, s, h], and `normed` and `through` of `Projected`."""
+        h, p, g, n = self.ssm_num_heads, self.ssm_head_dim, self.ssm_num_groups, self.ssm_state_size
+        init = kernel_initializer(self.kernel_init, distribution="normal")
+        shared = shared_fields(self, DenseGeneral) | dict(
+            kernel_init=init, enable_low_rank_adaptation=lora_scope(self)[0]
+        )
+        split = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
+        whole = dict(kernel_axes=(W_FSDP_AXES, W_NO_SHARD_AXES), bias_axes=(W_NO_SHARD_AXES,))
+        widths = dict(x=h * p, z=h * p, B=g * n, C=g * n, dt=h)
+        fields = {
+            name: shared | (whole if g == 1 and name in "BC" else split) | dict(features=width)
+            for name, width in widths.items()
+        }
+        products, normed, through = project_normed(self, fields, inputs, None, norm_output, residual)
+        *arrays, dt = products
+        by_name = zip(fields, arrays, (p, p, n, n))
+        return (*(by_heads(self, name, a, width) for name, a, width in by_name), dt), normed, through
+
+    def _weights(self) -> MambaWeights:
+        h, w = self.ssm_num_heads, self.conv_width
+        channels = dict(x=h * self.ssm_head_dim) | dict.fromkeys("BC", self.ssm_num_groups * self.ssm_state_size)
+        axis = {name: W_NO_SHARD_AXES if self.ssm_num_groups == 1 and name in "BC" else W_TP_AXES for name in channels}
+        kernels = [
+            parameter(self, f"{name}_conv_kernel", _of_taps, (None, axis[name]), (w, width))
+            for name, width in channels.items()
+        ]
+        biases = [
+            parameter(self, f"{name}_conv_bias", self.bias_init, (axis[name],), (width,))
+            if self.use_conv_bias
+            else None
+            for name, width in channels.items()
+        ]
+        own = dict(A_log=_of_decay, D=nn.initializers.ones, dt_bias=self._of_step)
+        heads = [parameter(self, name, init, (W_TP_AXES,), (h,)) for name, init in own.items()]
+        norm = parameter(self, "norm_scale", nn.initializers.ones, (W_TP_AXES,), (channels["x"],))
+        return MambaWeights(*kernels, *biases, *heads, norm)
+
+    def _of_step(self, key, shape, dtype):
+        """softplus(dt_bias) is spread between time_step_min and time_step_max."""
+        low, high = math.log(self.time_step_min), math.log(self.time_step_max)
+        step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
+        step = jnp.maximum(step, self.time_step_floor)
+        return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)  # The inverse of softplus.
+
+    # -- segments and states --------------------------------------------------------------------------------------
+
+    def _cut(self) -> str | None:
+        """The mesh axis that cuts the sequence, in order, or None, as where only shapes count."""
+        if self.is_initializing():
+            return None
+        resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
+        given = None if resource is None else resource.cp_resource
+        axis = given if self.context_parallel_axis == "" else self.context_parallel_axis
+        return axis if axis is not None and mesh.shape.get(axis, 1) > 1 else None
+
+    def _segments(self, mask, s: int, decode: bool):
+        """-> the segments i32[b, s] of tokens, or None; the lengths i32[b] of rows that a cache is to know, or None."""
+        if mask is None:
+            return None, None
+        if not isinstance(mask, SequenceDescriptor):
+            raise ValueError(
+                f"{describe(self)}: mask is an array; the scan is causal, and knows only segments: pass a "
+                "SequenceDescriptor, or None."
+            )
+        if mask.segment_ids is None and mask.seq_offsets is None:  # padding on the right: no token sees it
+            return None, mask.seqlens[0].astype(jnp.int32) if decode else None
+        if decode:
+            raise ValueError(
+                f"{describe(self)}: the SequenceDescriptor has segments; with decode=True a row is one sequence with "
+                "its padding on the right: pass SequenceDescriptor.from_seqlens(i32[b])."
+            )
+        if mask.segment_ids is not None:
+            return mask.segment_ids[0].astype(jnp.int32), None
+        starts = mask.segments()[..., :1]  # [b, n, 1]
+        return jnp.sum((starts >= 0) & (starts <= jnp.arange(s)), 1, dtype=jnp.int32), None
+
+    def _cached(self, x, B) -> MambaState:
+        """The variables of the cache, 0 where this call makes them."""
+        if not self.is_mutable_collection(COLLECTION):
+            raise ValueError(
+                f"{describe(self)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; call "
+                f"`apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
+            )
+        b, past, (h, p), (g, n) = x.shape[0], self.conv_width - 1, x.shape[2:], B.shape[2:]
+        wide = jnp.promote_types(x.dtype, jnp.float32)
+        shapes = MambaState((b, past, h * p), (b, past, g * n), (b, past, g * n), (b, h, p, n))
+        types = MambaState(x.dtype, x.dtype, x.dtype, wide)
+        return MambaState(*(self._variable(*each, x) for each in zip(CACHED, shapes, types)))
+
+    def _variable(self, name, shape, dtype, like):
+        variable = self.variable(COLLECTION, name, lambda: align(jnp.zeros(shape, dtype), like)[0])
+        held = variable.value
+        if held.shape != shape:
+            raise ValueError(
+                f"{describe(self)}: {name} has shape {held.shape}, this call needs {shape}; a cache is for one batch "
+                'size and configuration (stacked by `nn.scan` it needs variable_axes={"cache": 0}).'
+            )
+        if held.dtype != dtype:
+            raise TypeError(
+                f"{describe(self)}: {name} is {held.dtype}, the inputs need {jnp.dtype(dtype)}; make the cache with "
+                "inputs of their dtype."
+            )
+        return variable
+
+
+def _of_taps(key, shape, dtype):
+    """As convolutions of each channel by itself begin: within 1 / sqrt(w)."""
+    bound = 1 / math.sqrt(shape[0])
+    return jax.random.uniform(key, shape, dtype, -bound, bound)
+
+
+def _of_decay(key, shape, dtype):
+    """log(-A) with -A between 1 and 16, as in the paper's models."""
+    return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0)).astype(dtype)

@@ -1,0 +1,278 @@
+"""Mamba-2 between its projections (Dao, Gu 2024, https://arxiv.org/abs/2405.21060): convolutions, scan, gated norm."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec
+from jax.typing import ArrayLike
+
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, check, integer, number
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.types import align, like, on_explicit_mesh
+from te_jax.ops.ssm import causal_conv1d, ssd
+from te_jax.sharding.constraints import place_axis
+
+
+def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    gate = jax.nn.silu(z.astype(wide))
+    x = x.astype(wide) if norm_before_gate else x.astype(wide) * gate
+    of_heads = jnp.mean(jnp.square(x), -1)
+    if on_explicit_mesh(aval := jax.typeof(of_heads)):  # Devices that share a group's heads exchange these numbers.
+        of_heads = jax.sharding.reshard(of_heads, PartitionSpec(*aval.sharding.spec[:-1], None))
+    mean_square = jnp.mean(of_heads.reshape(*of_heads.shape[:-1], groups, -1), -1)
+    rstd = jnp.repeat(jax.lax.rsqrt(mean_square + epsilon), x.shape[-2] // groups, -1)
+    normed = x * rstd[..., None] * as_rank(gamma.astype(wide).reshape(x.shape[-2:]), x.ndim)
+    return normed * gate if norm_before_gate else normed
+
+
+@custom_vjp(3)
+def _gated_norm(x, z, gamma, static):
+    return _gated(x, z, gamma, *static).astype(x.dtype)
+
+
+def _gated_norm_bwd(static, residuals, dy):
+    _, pull = jax.vjp(lambda *args: _gated(*args, *static).astype(dy.dtype), *residuals)
+    return tuple(map(like, pull(dy), residuals))
+
+
+_gated_norm.defvjp(lambda x, z, gamma, static: (_gated_norm(x, z, gamma, static), (x, z, gamma)), _gated_norm_bwd)
+
+
+def gated_rmsnorm(
+    x: ArrayLike,
+    z: ArrayLike,
+    gamma: ArrayLike,
+    *,
+    groups: int = 1,
+    epsilon: float = 1e-6,
+    norm_before_gate: bool = False,
+    name: str = "te_jax.layers.gated_rmsnorm",
+) -> jax.Array:
+    """RMSNorm(x silu(z)) gamma over all channels of h heads, as Mamba-2 has it in front of its output projection.
+
+    x, z:   [..., h, p], floating
+    gamma:  [h*p]
+    groups: a divisor of h: each group of h / groups heads has a norm of its own
+    epsilon: above 0, added to the mean square
+    norm_before_gate: RMSNorm(x) gamma silu(z) instead
+
+    Returns an array as x, computed in f32; the backward pass keeps x and z. Differentiable in x, z and gamma. Raises
+    ValueError for sizes that do not match, TypeError for operands that are not floating.
+    """
+    x, z, gamma = as_jax(x, z, gamma)
+    for what, a in (("x", x), ("z", z), ("gamma", gamma)):
+        check(name, what, a, FLOATS_ARRAY)
+    if x.ndim < 2 or z.shape != x.shape or gamma.shape != (math.prod(x.shape[-2:]),):
+        raise ValueError(
+            f"{name}: x has shape {x.shape}, z {z.shape}, gamma {gamma.shape}; pass [..., h, p] twice, and [h*p]."
+        )
+    check(name, "groups", groups, integer(1))
+    if x.shape[-2] % groups:
+        raise ValueError(f"{name}: groups is {groups}, which does not divide the {x.shape[-2]} heads of x.")
+    check(name, "epsilon", epsilon, number(above=0))
+    check(name, "norm_before_gate", norm_before_gate, BOOL)
+    return _gated_norm(*align(x, z, gamma), (int(groups), float(epsilon), bool(norm_before_gate)))
+
+
+class MambaState(NamedTuple):
+    """What a Mamba-2 layer knows of past tokens: the last w-1 inputs of its convolutions, and the state of its scan."""
+
+    x: jax.Array  # [b, w-1, h*p], as are the others in the inputs' type
+    B: jax.Array  # [b, w-1, g*n]
+    C: jax.Array  # [b, w-1, g*n]
+    ssm: jax.Array  # f32[b, h, p, n]
+
+
+class MambaWeights(NamedTuple):
+    """The parameters of a Mamba-2 layer but for its projections. Kernels are [w, channels], biases [channels]."""
+
+    x_kernel: jax.Array
+    B_kernel: jax.Array
+    C_kernel: jax.Array
+    x_bias: jax.Array | None
+    B_bias: jax.Array | None
+    C_bias: jax.Array | None
+    A_log: jax.Array  # [h], A = -exp(A_log)
+    D: jax.Array  # [h]
+    dt_bias: jax.Array  # [h]
+    norm: jax.Array  # [h*p]
+
+
+def mamba2(
+    x: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    dt: jax.Array,
+    z: jax.Array,
+    weights: MambaWeights,
+    *,
+    dt_limit: Sequence[float] = (0.0, math.inf),
+    norm_groups: int = 1,
+    epsilon: float = 1e-6,
+    norm_before_gate: bool = False,
+    segments: jax.Array | None = None,
+    state: MambaState | None = None,
+    lengths: jax.Array | None = None,
+    return_state: bool = False,
+    axis: str | None = None,
+    name: str = "te_jax.layers.mamba2",
+) -> Any:
+    """gated_rmsnorm(ssd(silu(conv(x)), softplus(dt + dt_bias), .., silu(conv(B)), silu(conv(C))), z).
+
+    x, z:     [b, s, h, p], dt [b, s, h], B, C [b, s, g, n], as the projections give them
+    weights:  a MambaWeights
+    dt_limit: bounds of softplus(dt + dt_bias)
+    norm_groups, epsilon, norm_before_gate: of `gated_rmsnorm`
+    segments: integers [b, s] or None: tokens know only of their run of equal numbers
+    state:    the MambaState behind the tokens before these; None: there are none
+    lengths:  integers [b] or None: tokens from there on are padding, and leave the state as it is
+
+    axis:     the mesh axis that cuts the sequence, in order; None: no axis does. Devices exchange the last inputs of
+              convolutions, and the states behind their tokens
+
+    Returns y [b, s, h, p] of x's type; with return_state also the MambaState behind the last token. Raises what
+    `te_jax.ops.ssm.causal_conv1d`, `te_jax.ops.ssm.ssd` and `gated_rmsnorm` raise, and ValueError for lengths together
+    with segments, for a state next to axis, and for a sequence that the devices do not divide.
+    """
+    segments, lengths = as_jax(segments, lengths)
+    check(name, "return_state", return_state, BOOL)
+    check(name, "lengths", lengths, INTEGERS | NONE)
+    if lengths is not None and segments is not None:
+        raise ValueError(f"{name}: lengths and segments are both given; a row of segments is full: pass one of them.")
+    scanned = partial(_conv_and_scan, dt_limit=tuple(dt_limit), wanted=return_state)
+    if axis is None:
+        y, last = scanned(x, B, C, dt, weights, segments, state, lengths)
+    else:
+        _check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
+        y, last = _on_each_device(scanned, axis, x, B, C, dt, weights, segments), None
+    options = dict(groups=norm_groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
+    y = gated_rmsnorm(y, z, weights.norm, **options, name=name)
+    return (y, last) if return_state else y
+
+
+def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, *, dt_limit, wanted):
+    """-> y [b, s, h, p] before its norm, and the MambaState behind the tokens, or None unless `wanted`."""
+    past = state or (None,) * 4
+    given = zip((x, B, C), past, weights[:3], weights[3:6])
+    conv = partial(_conv_of_heads, segments=segments, lengths=lengths, wanted=wanted)
+    (x, x_last), (B, B_last), (C, C_last) = (conv(*each) for each in given)
+    steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=dt_limit)
+    if lengths is not None:  # A step of 0 moves no state.
+        is_real = jnp.arange(dt.shape[1]) < lengths[:, None]
+        dt, steps = jnp.where(is_real[..., None], _steps_of(dt, weights, dt_limit), 0), {}
+    options = dict(segments=segments, initial_state=past[3], return_final_state=wanted)
+    out = ssd(x, dt, _decay_rate(weights, x), B, C, weights.D, **steps, **options)
+    return (out[0], MambaState(x_last, B_last, C_last, out[1])) if wanted else (out, None)
+
+
+def _steps_of(dt, weights, limit):
+    """How far each token moves the state, f32[b, s, h]."""
+    wide = jnp.promote_types(dt.dtype, jnp.float32)
+    return jnp.clip(jax.nn.softplus(dt.astype(wide) + as_rank(weights.dt_bias.astype(wide), dt.ndim)), *limit)
+
+
+def _decay_rate(weights, x):
+    return -jnp.exp(weights.A_log.astype(jnp.promote_types(x.dtype, jnp.float32)))
+
+
+def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
+    """silu(conv(a)) of a [b, s, heads, d], and the last inputs [b, w-1, heads*d], or None unless they are wanted."""
+    channels = a.reshape(*a.shape[:2], -1)
+    own = lengths is not None and wanted
+    options = dict(activation="silu", segments=segments, initial_state=past, return_final_state=wanted and not own)
+    out = causal_conv1d(channels, kernel, bias, **options)
+    y, last = out if wanted and not own else (out, None)
+    if own:
+        width = kernel.shape[0] - 1
+        before = jnp.zeros((a.shape[0], width, channels.shape[-1]), a.dtype) if past is None else past
+        tokens = jnp.concatenate([before.astype(a.dtype), channels], 1)
+        at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(width)
+        last = jnp.take_along_axis(tokens, at[..., None], 1)
+    return y.reshape(a.shape), last
+
+
+# -- a sequence that devices share --------------------------------------------------------------------------------
+
+
+def _check_cut(name, s, width, axis, state, lengths, return_state):
+    size = 1 if _is_manual(axis) else jax.sharding.get_abstract_mesh().shape[axis]
+    if state is not None or lengths is not None or return_state:
+        raise ValueError(f"{name}: axis is {axis!r}, which cuts the sequence; a state and lengths are for whole ones.")
+    if s % size or s // size < width - 1:
+        raise ValueError(
+            f"{name}: {s} tokens on the {size} devices of {axis!r}; pass a multiple of {size}, and at least "
+            f"{width - 1} tokens for each."
+        )
+
+
+def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
+    """`scanned` with each device's tokens, and the state behind those of the devices before it -> y [b, s, h, p]."""
+
+    def shard(x, B, C, dt, segments, weights):
+        x, B, C, dt, segments, weights = align(x, B, C, dt, segments, weights)
+        goes_on = _goes_on(segments, axis)
+        tails = [_tail(a, weights.x_kernel.shape[0] - 1, segments) for a in (x, B, C)]
+        before = [jnp.where(goes_on[:, None, None], _from_a_device_before(a, axis), 0) for a in tails]
+        ssm = jnp.zeros((x.shape[0], *x.shape[2:], B.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
+        _, local = scanned(x, B, C, dt, weights, segments, MambaState(*before, *align(ssm, x)[:1]), None, wanted=True)
+        rate = _decay_rate(weights, x)
+        kept = jnp.exp(jnp.sum(_steps_of(dt, weights, scanned.keywords["dt_limit"]) * rate, 1))
+        whole = jnp.ones(x.shape[0], bool) if segments is None else jnp.all(segments == segments[:, :1], 1)
+        state = _behind_others(local.ssm, jnp.where(whole[:, None], kept, 0), goes_on, axis)
+        return scanned(x, B, C, dt, weights, segments, MambaState(*before, state), None, wanted=False)[0]
+
+    if _is_manual(axis):
+        return shard(x, B, C, dt, segments, weights)
+    tokens = PartitionSpec(None, axis)
+    specs = (*(tokens,) * 4, None if segments is None else tokens, jax.tree.map(lambda _: PartitionSpec(), weights))
+    run = jax.shard_map(shard, in_specs=specs, out_specs=tokens, axis_names={axis})
+    if on_explicit_mesh(jax.typeof(x)):
+        x, B, C, dt = (place_axis(a, 1, (axis,)) for a in (x, B, C, dt))
+        if segments is not None:
+            segments = jax.sharding.reshard(segments, PartitionSpec(*jax.typeof(x).sharding.spec[:1], axis))
+    return run(x, B, C, dt, segments, weights)
+
+
+def _is_manual(axis):
+    """Whether a `jax.shard_map` around has cut the sequence."""
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def _from_a_device_before(a, axis, step=1):
+    """`a` of the device `step` before this one; of the first ones 0."""
+    size = jax.lax.axis_size(axis)
+    return jax.lax.ppermute(a, axis, [(i, i + step) for i in range(size - step)])
+
+
+def _goes_on(segments, axis):
+    """bool[b], or [1]: whether the first token is of the segment of the last token of the device before."""
+    is_first = jax.lax.axis_index(axis) == 0
+    if segments is None:
+        return ~is_first[None]
+    return (_from_a_device_before(segments[:, -1], axis) == segments[:, 0]) & ~is_first
+
+
+def _tail(a, count, segments):
+    """The last inputs of a convolution [b, count, channels], 0 where they are not of the last token's segment."""
+    last = a.reshape(*a.shape[:2], -1)[:, a.shape[1] - count :]
+    if segments is None:
+        return last
+    ends = segments[:, ::-1] != segments[:, -1:]
+    same = ~jnp.cumsum(ends, 1, dtype=jnp.int32).astype(bool)[:, ::-1]
+    return jnp.where(same[:, same.shape[1] - count :, None], last, 0)
+
+
+def _behind_others(state, kept, goes_on, axis):
+    """The state that this device's first token finds: state f32[b, h, p, n] is behind the tokens of each device, which
+    begins with 0, and kept f32[b, h] what they leave of a state before them. A scan by doubling."""
+    kept, step = jnp.where(goes_on[:, None], kept, 0), 1
+    while step < jax.lax.axis_size(axis):
+        before, left = (_from_a_device_before(a, axis, step) for a in (state, kept))
+        state, kept, step = before * kept[..., None, None] + state, left * kept, 2 * step
+    return jnp.where(goes_on[:, None, None, None], _from_a_device_before(state, axis), 0)

@@ -1,0 +1,335 @@
+"""The state-space dual (Dao, Gu 2024, https://arxiv.org/abs/2405.21060, section 6): a scan over tokens, computed as
+products within chunks of tokens and a scan over the states between them."""
+
+import math
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, Kind, check
+from te_jax.core.derivatives import custom_vjp
+from te_jax.core.op import Op
+from te_jax.core.policies import SSM, with_names
+from te_jax.core.types import align, like
+from te_jax.ops.ssm.conv import check_shape
+from te_jax.ops.ssm.runs import runs_of
+
+CHUNK = 128
+"""Tokens of a chunk: how often states are kept for the backward pass, not what is computed."""
+
+
+class _Chunk(NamedTuple):
+    """The tokens of a chunk: floats of which there are gradients."""
+
+    x: jax.Array  # [b, l, h, p]
+    steps: jax.Array  # f32[b, l, h], 0 for tokens that fill up the last chunk
+    B: jax.Array  # [b, l, g, n]
+    C: jax.Array
+    z: jax.Array | None
+
+
+class _Runs(NamedTuple):
+    """Of the tokens of a chunk, i32[b, l], and of the token before it, i32[b]."""
+
+    own: jax.Array
+    before: jax.Array
+
+
+_dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+
+
+def _by_groups(a, groups):
+    """[b, h, ...] -> [b, g, r, ...]."""
+    return a.reshape(a.shape[0], groups, -1, *a.shape[2:])
+
+
+def _decays(logs, runs):
+    """logs f32[b, h, l], of how much of a state a token leaves -> f32[b, h, l, l]: how much of what token j adds to the
+    state is there at token i, and f32[b, h, l]: how much of the state before the chunk.
+
+    A sum of logs from j to i is added up from j on: the difference of sums from the chunk's beginning would lose the
+    small ones behind a large one. What i does not see is masked before exp, which so is at most 1.
+    """
+    at = jnp.arange(logs.shape[-1])
+    after, seen = at[:, None] > at, at[:, None] >= at
+    between = jnp.cumsum(jnp.where(after, logs[..., None], 0), -2)
+    since = jnp.cumsum(logs, -1)
+    if runs is not None:
+        seen = seen & (runs.own[:, None, :, None] == runs.own[:, None, None, :])
+        since = jnp.where((runs.own == runs.before[:, None])[:, None], since, -jnp.inf)
+    return jnp.exp(jnp.where(seen, between, -jnp.inf)), jnp.exp(since)
+
+
+def _of_chunk(A, D, state, chunk, runs):
+    """state f32[b, h, p, n] before the chunk -> y [b, l, h, p], the state after it."""
+    wide = state.dtype
+    groups = chunk.B.shape[2]
+    of_groups = partial(_by_groups, groups=groups)
+    x32, B, C = (a.astype(wide) for a in (chunk.x, chunk.B, chunk.C))
+    steps = jnp.swapaxes(chunk.steps, 1, 2)
+    within, since = map(of_groups, _decays(steps * A[:, None], runs))
+    x, old = of_groups(jnp.swapaxes(x32, 1, 2)), of_groups(state)  # [b, g, r, l, p], [b, g, r, p, n]
+    added = x * of_groups(steps)[..., None]
+    scores = _dot("blgn,bmgn->bglm", C, B)
+    y = _dot("bgrlm,bgrmp->bgrlp", scores[:, :, None] * within, added)
+    y = y + _dot("blgn,bgrpn->bgrlp", C, old) * since[..., None]
+    last = _dot("bgrlp,blgn->bgrpn", added * within[..., -1, :, None], B)
+    new = old * since[..., -1, None, None] + last
+    y = jnp.swapaxes(y.reshape(*y.shape[:1], -1, *y.shape[3:]), 1, 2)
+    y = y if D is None else y + D * x32
+    y = y if chunk.z is None else y * jax.nn.silu(chunk.z.astype(wide))
+    return y.astype(chunk.x.dtype), new.reshape(state.shape)
+
+
+def _step_sizes(dt, bias, *, softplus, least, most, wide):
+    """How far each token moves the state, f32[b, s, h]."""
+    dt = dt.astype(wide)
+    dt = dt if bias is None else dt + as_rank(bias.astype(wide), dt.ndim)
+    dt = jax.nn.softplus(dt) if softplus else dt
+    return jnp.clip(dt, least, most)
+
+
+def _to_chunks(a, s):
+    """[b, s, ...] -> [c, b, l, ...]: chunks, the last one filled up with zeros. None stays."""
+    if a is None:
+        return None
+    length = max(1, min(s, CHUNK))
+    a = jnp.pad(a, [(0, 0), (0, -s % length)] + [(0, 0)] * (a.ndim - 2))
+    return jnp.moveaxis(a.reshape(a.shape[0], -1, length, *a.shape[2:]), 1, 0)
+
+
+def _tokens_of(a, s):
+    """The inverse of `_to_chunks`."""
+    return None if a is None else jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])[:, :s]
+
+
+def _runs_of_chunks(segments, s):
+    """The runs of chunks, or None: a token that fills up the last chunk belongs to the last run."""
+    if segments is None:
+        return None
+    runs = runs_of(segments)
+    before = jnp.pad(runs, [(0, 0), (1, 0)])[:, : max(s, 1)]
+    length = max(1, min(s, CHUNK))
+    own = jnp.pad(runs, [(0, 0), (0, -s % length)], mode="edge") if s else runs
+    return _Runs(_to_chunks(own, own.shape[1]), jnp.moveaxis(before[:, ::length], 1, 0)[: -(-s // length)])
+
+
+def _one_batch(a, lead):
+    """[b..., ...] with one axis for its first `lead`. None stays."""
+    return None if a is None else a.reshape(math.prod(a.shape[:lead]), *a.shape[lead:])
+
+
+class _Call(NamedTuple):
+    """A call with one batch axis: what is the same for all chunks, and the tokens by chunks."""
+
+    A: jax.Array
+    D: jax.Array | None
+    chunks: _Chunk
+    runs: _Runs | None
+
+    @classmethod
+    def of(cls, x, steps, A, B, C, D, z, segments, lead):
+        s = x.shape[lead]
+        flat = lambda a: _one_batch(a, lead)
+        tokens = _Chunk(*(_to_chunks(flat(a), s) for a in (x, steps, B, C, z)))
+        D = None if D is None else D.astype(steps.dtype)
+        return cls(A.astype(steps.dtype), D, tokens, _runs_of_chunks(flat(segments), s))
+
+
+def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, least, most, shared):
+    lead, wide = x.ndim - 3, jnp.promote_types(x.dtype, jnp.float32)
+    batch, (s, h, p), n = x.shape[:lead], x.shape[lead:], B.shape[-1]
+    steps = _step_sizes(dt, dt_bias, softplus=softplus, least=least, most=most, wide=wide)
+    call = _Call.of(x, steps, A, B, C, D, z, segments, lead)
+    state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else _one_batch(initial.astype(wide), lead)
+
+    def body(state, tokens):
+        y, new = _of_chunk(call.A, call.D, state, *tokens)
+        return new, (y, state)
+
+    state, *_ = align(state, x)
+    final, (y, states) = lax.scan(body, state, (call.chunks, call.runs))
+    y = _tokens_of(y, s).reshape(x.shape)
+    return y, final.reshape(*batch, *final.shape[1:]), jnp.moveaxis(states, 0, 1).reshape(*batch, -1, h, p, n)
+
+
+def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, *, softplus, least, most, shared):
+    lead, s, wide = x.ndim - 3, x.shape[-3], states.dtype
+    of_steps = partial(_step_sizes, softplus=softplus, least=least, most=most, wide=wide)
+    steps, pull_steps = jax.vjp(of_steps, dt, dt_bias)
+    call = _Call.of(x, steps, A, B, C, D, z, segments, lead)
+
+    def body(carry, tokens):
+        dstate, total = carry
+        chunk, runs, dy, state = tokens
+        _, pull = jax.vjp(lambda *floats: _of_chunk(*floats, runs), call.A, call.D, state, chunk)
+        *of_all, dstate, grads = pull((dy, dstate))
+        return (dstate, jax.tree.map(jnp.add, total, tuple(of_all))), grads
+
+    states = jnp.moveaxis(_one_batch(states, lead), 1, 0)
+    dfinal = jnp.zeros(states.shape[1:], wide) if dfinal is None else _one_batch(dfinal.astype(wide), lead)
+    zeros = jax.tree.map(jnp.zeros_like, (call.A, call.D))
+    carry = align(dfinal, zeros, x)[:2]
+    xs = call.chunks, call.runs, _to_chunks(_one_batch(dy, lead), s), states
+    (dinitial, (dA, dD)), grads = lax.scan(body, tuple(carry), xs, reverse=True)
+    grads = _Chunk(*(_tokens_of(a, s) for a in grads))
+    ddt, ddt_bias = pull_steps(grads.steps.reshape(steps.shape))
+    shaped = lambda a, of: None if of is None else a.reshape(of.shape).astype(of.dtype)
+    whole = (shaped(grads.x, x), ddt, shaped(dA, A), shaped(grads.B, B), shaped(grads.C, C))
+    rest = (shaped(dD, D), shaped(grads.z, z), ddt_bias)
+    return *whole, *rest, dinitial.reshape(*x.shape[:lead], *dinitial.shape[1:])
+
+
+_OF_SCAN = (
+    "x: b... s (g r) p, dt: b... s (g r), A: (g r), B: b... s ~g n, C: b... s ~g n, D?: (g r) ~p, "
+    "z?: b... s (g r) p, dt_bias?: (g r), segments?: b... s"
+)
+_STATE, _STATES = "b... (g r) p n", f"b... s/{CHUNK} (g r) p n"
+_SHARED = {"r": lambda *, shared, **_: shared}
+_sum_type = lambda x: jnp.promote_types(x, jnp.float32)
+
+ssd_fwd: Op = Op(
+    "te_ssd_fwd",
+    f"{_OF_SCAN}, initial?: {_STATE} -> y: b... s (g r) p, final?: {_STATE}, states?: {_STATES}",
+    replicated="s r p n",
+    dtypes=lambda x, *_, **attrs: (x, _sum_type(x), _sum_type(x)),
+    reference=_reference,
+    sizes=_SHARED,
+    composed=True,
+)
+"""x, z of a floating type [b..., s, h, p], dt [b..., s, h], A, dt_bias [h], B, C [b..., s, g, n], D [h, p] or [h, 1],
+segments i32[b..., s], initial [b..., h, p, n] -> y of x's type, final f32: `ssd`, and
+
+states  f32[b..., s/128, h, p, n], the state before each chunk of tokens
+
+softplus: bool. least, most: bounds of dt. shared: how many heads share a group of B and C; 1 where there is one group,
+which then is broadcast to all heads, so that devices may split them.
+"""
+
+ssd_bwd: Op = Op(
+    "te_ssd_bwd",
+    f"dy: b... s (g r) p, dfinal?: {_STATE}, {_OF_SCAN}, states: {_STATES} -> dx: =x, ddt: =dt, dA: =A, dB: =B, "
+    f"dC: =C, dD?: =D, dz?: =z, ddt_bias?: =dt_bias, dinitial?: {_STATE}",
+    replicated="s r p n",
+    combine={name: "sum" for name in ("dA", "dB", "dC", "dD", "ddt_bias")},
+    dtypes=lambda dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs: (
+        *(x, dt, A, B, C, D, z, dt_bias, states),
+    ),
+    reference=_bwd_reference,
+    sizes=_SHARED,
+    composed=True,
+)
+"""The backward pass of te_ssd_fwd, of its operands and the states that it kept: results of the operands' types, and
+dinitial in f32. What happens within a chunk is computed again."""
+
+
+LIMIT = Kind(
+    "a tuple (least, most) of numbers with 0 <= least <= most",
+    lambda v: isinstance(v, tuple | list),
+    lambda v: len(v) == 2 and all(isinstance(x, int | float) for x in v) and 0 <= v[0] <= v[1],
+)
+"""Bounds of dt."""
+
+
+def ssd(
+    x: jax.Array,
+    dt: jax.Array,
+    A: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    D: jax.Array | None = None,
+    z: jax.Array | None = None,
+    *,
+    dt_bias: jax.Array | None = None,
+    dt_softplus: bool = False,
+    dt_limit: Sequence[float] = (0.0, math.inf),
+    segments: jax.Array | None = None,
+    initial_state: jax.Array | None = None,
+    return_final_state: bool = False,
+) -> Any:
+    """Mamba-2's scan: state[t] = exp(dt A) state[t-1] + dt x[t] B[t], y[t] = (C[t] state[t] + D x[t]) silu(z[t]).
+
+    x:             [b..., s, h, p], floating: h heads of p channels
+    dt:            [b..., s, h]; dt_bias [h] is added, dt_softplus: then softplus, then the bounds `dt_limit`
+    A:             [h], below 0
+    B, C:          [b..., s, g, n], g groups of heads that share them: h is a multiple of g
+    D:             [h] or [h, p], or None
+    z:             [b..., s, h, p], a gate, or None
+    segments:      integers [b..., s] or None: each run of equal numbers begins with a state of zeros
+    initial_state: [b..., h, p, n], which the first token's segment begins with; None: zeros
+
+    Returns y as x, computed in f32; with return_final_state (y, final_state f32[b..., h, p, n]), the state behind the
+    last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
+    arguments; the backward pass keeps the state before each chunk of 128 tokens. Raises ValueError for wrong shapes or
+    bounds, TypeError for dtypes.
+    """
+    name = "ssd"
+    operands = x, dt, A, B, C, D, z, dt_bias, segments, initial_state = as_jax(
+        x, dt, A, B, C, D, z, dt_bias, segments, initial_state
+    )
+    names = ("x", "dt", "A", "B", "C", "D", "z", "dt_bias", "segments", "initial_state")
+    for i, (what, a) in enumerate(zip(names, operands)):
+        kind = INTEGERS if what == "segments" else FLOATS_ARRAY
+        check(name, what, a, kind if i < 5 else kind | NONE)
+    check(name, "dt_softplus", dt_softplus, BOOL)
+    check(name, "dt_limit", dt_limit, LIMIT)
+    check(name, "return_final_state", return_final_state, BOOL)
+    _check_shapes(name, dict(zip(names, operands)))
+    D = D[:, None] if D is not None and D.ndim == 1 else D
+    groups = B.shape[-2]
+    shared = 1 if groups == 1 else x.shape[-2] // groups
+    attrs = dict(softplus=bool(dt_softplus), least=float(dt_limit[0]), most=float(dt_limit[1]), shared=shared)
+    static = (*attrs.items(),), bool(return_final_state)
+    y, *final = _ssd(*align(x, dt, A, B, C, D, z, dt_bias, segments, initial_state), static)
+    return (y, *final) if return_final_state else y
+
+
+def _check_shapes(name, given):
+    x, B = given["x"], given["B"]
+    if x.ndim < 3:
+        raise ValueError(f"{name}: x has shape {x.shape}; pass [b..., s, h, p].")
+    *rows, h, p = x.shape
+    if B.ndim != x.ndim or B.shape[:-2] != (*rows,) or not B.shape[-2] or h % B.shape[-2]:
+        raise ValueError(f"{name}: B has shape {B.shape}; pass {rows} + [g, n], where g divides the {h} heads of x.")
+    check_shape(name, "C", given["C"], B.shape)
+    check_shape(name, "dt", given["dt"], (*rows, h))
+    check_shape(name, "A", given["A"], (h,))
+    check_shape(name, "D", given["D"], (h,), (h, p))
+    check_shape(name, "z", given["z"], x.shape)
+    check_shape(name, "dt_bias", given["dt_bias"], (h,))
+    check_shape(name, "segments", given["segments"], (*rows,))
+    check_shape(name, "initial_state", given["initial_state"], (*rows[:-1], h, p, B.shape[-1]))
+
+
+@custom_vjp(10)
+def _ssd(x, dt, A, B, C, D, z, dt_bias, segments, initial, static):
+    attrs, final = static
+    outputs = ("y", "final") if final else ("y",)
+    return ssd_fwd(x, dt, A, B, C, D, z, dt_bias, segments, initial, outputs=outputs, **dict(attrs))
+
+
+def _ssd_fwd(*args):
+    *operands, (attrs, final) = args
+    outputs = ("y", "final", "states") if final else ("y", "states")
+    *outs, states = with_names(ssd_fwd(*operands, outputs=outputs, **dict(attrs)), SSM)
+    return tuple(outs), (*operands, states)
+
+
+def _ssd_bwd(static, residuals, cotangents):
+    *operands, initial, states = residuals
+    dy, *dfinal = cotangents
+    names = ("dx", "ddt", "dA", "dB", "dC", "dD", "dz", "ddt_bias", "dinitial")
+    floats = dict(zip(names, (*operands[:8], initial)))
+    wanted = tuple(name for name, of in floats.items() if of is not None)
+    grads = ssd_bwd(dy, dfinal[0] if dfinal else None, *operands, states, outputs=wanted, **dict(static[0]))
+    got = {name: like(grad, floats[name]) for name, grad in zip(wanted, grads)}
+    of = [got.get(name) for name in names]
+    return *of[:8], None, of[8]
+
+
+_ssd.defvjp(_ssd_fwd, _ssd_bwd)

@@ -1,0 +1,351 @@
+"""Mamba2 against one token after the other: gradients, segments, the cache, FP8, adapters, NNX, a mesh, errors."""
+
+from functools import partial
+
+import flax_reference as ref
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ssm_oracle
+from flax import linen as nn
+from flax import nnx
+from flax_reference import data
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jaxprs import equations
+from quick_init import quick_init
+
+import te_jax as te
+import te_jax.flax as te_flax
+import te_jax.nnx as te_nnx
+from te_jax import recipe
+from te_jax.checkpoint_policies import GEMM, SSM, save
+from te_jax.layers import gated_rmsnorm
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import MeshResource, global_shard_guard
+
+pytestmark = pytest.mark.usefixtures("on_host")
+KEY = jax.random.key(0)
+B, S, H, N, P, G, STATE = 2, 12, 24, 4, 8, 2, 16
+# Six products of at most 32 terms, two norms, the convolutions and the scan in f32: each adds a few roundings of 2**-24
+# of the largest value, and the gradients pass twice as many.
+BOUND = 256 * 2.0**-24
+
+
+def mamba(**fields):
+    sizes = dict(ssm_num_heads=N, ssm_head_dim=P, ssm_state_size=STATE, ssm_num_groups=G)
+    return te_flax.Mamba2(**sizes | fields)
+
+
+def drawn(module, *args, **kwargs):
+    """Parameters, all random."""
+    params = ref.unboxed(ref.filled(jax.eval_shape(lambda: module.init(KEY, *args, **kwargs))["params"]))
+    return params
+
+
+def close(got, want, bound=BOUND):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        a, b = np.asarray(a, np.float32), np.asarray(b, np.float32)
+        np.testing.assert_allclose(
+            a, b, rtol=0, atol=bound * np.abs(b).max(initial=1.0), err_msg=jax.tree_util.keystr(path)
+        )
+
+
+def rms(x):
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6)
+
+
+def reference(params, x, segments=None, groups=G, before=False):
+    """One row x [s, H]."""
+    dense = lambda name: normed @ params[name]["kernel"]
+    normed = rms(x) * params["x"]["scale"]
+
+    def conv(name, heads):
+        own = dict(x=dense(name), kernel=params[f"{name}_conv_kernel"], bias=params[f"{name}_conv_bias"])
+        return ssm_oracle.conv(own, segments, True)[0].reshape(x.shape[0], heads, -1)
+
+    given = dict(x=conv("x", N), B=conv("B", G), C=conv("C", G), dt=dense("dt"), A=-jnp.exp(params["A_log"]))
+    given |= dict(D=params["D"], dt_bias=params["dt_bias"])
+    y = ssm_oracle.ssd(given, segments, softplus=True, limit=(0.0, np.inf))[0].reshape(x.shape[0], -1)
+    gate = jax.nn.silu(dense("z"))
+    of_groups = lambda y: rms(y.reshape(x.shape[0], groups, -1)).reshape(y.shape) * params["norm_scale"]
+    y = of_groups(y) * gate if before else of_groups(y * gate)
+    return y @ params["out"]["kernel"]
+
+
+@pytest.mark.parametrize("fields", [{}, dict(norm_groups=1, norm_before_gate=True)], ids=["gate", "norm_first"])
+def test_against_tokens_one_by_one(fields):
+    """Outputs and all gradients, with segments and without."""
+    module, x, weights = mamba(**fields), data(B, S, H), data(B, S, H, seed=2)
+    params = drawn(module, x)
+    ids = np.sort(np.random.default_rng(3).integers(1, 4, (B, S)), -1).astype(np.int32)
+    of = dict(groups=fields.get("norm_groups", G), before="norm_before_gate" in fields)
+
+    @jax.jit
+    def run(params, x):
+        def both(attend):
+            y, vjp = jax.vjp(attend, params, x)
+            return y, *vjp(weights)
+
+        packed = SequenceDescriptor.from_segment_ids_and_pos(ids)
+        got = [both(lambda p, x, m=m: module.apply({"params": p}, x, m)[0]) for m in (None, packed)]
+        plain = both(lambda p, x: jax.vmap(lambda x: reference(p, x, **of))(x))
+        segments = both(lambda p, x: jax.vmap(lambda x, ids: reference(p, x, ids, **of))(x, ids))
+        return got, [plain, segments]
+
+    close(*run(params, x))
+
+
+def test_decode():
+    """Prompts of different lengths, padded on the right, then tokens one by one, then several: as one call each."""
+    module, x = mamba(), data(B, S, H)
+    params = drawn(module, x)
+    lengths = np.array([5, 3], np.int32)
+
+    @jax.jit
+    def run(params, x):
+        apply = lambda *args, **kwargs: module.apply({"params": params, **kwargs.pop("cache", {})}, *args, **kwargs)
+        whole = apply(x)[0]
+        rows = [jnp.concatenate([x[i, None, : lengths[i]], x[i, None, : 5 - lengths[i]]], 1) for i in range(B)]
+        step = dict(decode=True, mutable=["cache"])
+        (first, _), cache = apply(jnp.concatenate(rows), SequenceDescriptor.from_seqlens(lengths), **step)
+        outs = [[first[i, : lengths[i]]] for i in range(B)]
+        at = lengths
+        for size in (1, 1, 4):
+            (y, _), cache = apply(jnp.stack([x[i, at[i] : at[i] + size] for i in range(B)]), cache=cache, **step)
+            outs, at = [[*out, row] for out, row in zip(outs, y)], at + size
+        return [jnp.concatenate(out) for out in outs], [whole[i, : at[i]] for i in range(B)]
+
+    close(*run(params, x))
+
+
+def test_init_makes_an_empty_cache():
+    module = mamba()
+    shapes = jax.eval_shape(lambda: module.init(KEY, data(B, 1, H), decode=True))["cache"]
+    assert {name: leaf.shape for name, leaf in shapes.items()} == dict(
+        x_conv_state=(B, 3, N * P), B_conv_state=(B, 3, G * STATE), C_conv_state=(B, 3, G * STATE),
+        ssm_state=(B, N, P, STATE),
+    )  # fmt: skip
+    assert shapes["ssm_state"].dtype == jnp.float32
+
+
+def test_initial_values():
+    """Steps between their bounds, decays between 1 and 16, taps within 1 / sqrt(w)."""
+    params = ref.unboxed(jax.jit(mamba(time_step_min=0.01, time_step_max=0.2).init)(KEY, data(B, 2, H))["params"])
+    steps = jax.nn.softplus(params["dt_bias"])
+    assert (steps > 0.0099).all() and (steps < 0.2001).all()
+    assert (params["A_log"] >= 0).all() and (params["A_log"] <= np.log(16) + 1e-6).all()
+    assert np.abs(params["x_conv_kernel"]).max() <= 0.5 and np.ptp(params["x_conv_kernel"]) > 0.5
+
+
+@pytest.mark.parametrize("law", [recipe.DelayedScaling(), recipe.Float8BlockScaling()], ids=["delayed", "block"])
+def test_fp8(law):
+    """All six products are in FP8: the state of each, and results that are near those in f32."""
+    module, x = mamba(dtype=jnp.bfloat16), data(B, 16, 32, dtype=jnp.bfloat16)
+    with te.autocast(True, law):
+        variables = quick_init(module.init)(KEY, x)
+        fp8 = jax.jit(lambda v: module.apply(v, x)[0])(variables)
+        rows = te.explain_fp8(lambda v: module.apply(v, x)[0], variables)
+    wide = jax.jit(lambda v: module.apply(v, x)[0])({"params": variables["params"]})
+    error = np.linalg.norm(np.asarray(fp8 - wide, np.float32)) / np.linalg.norm(np.asarray(wide, np.float32))
+    assert 0.005 < error < 0.15  # Two E4M3 products in a row, each off by 2**-4 at most and by 3 % in the mean.
+    assert str(rows).count("fprop") >= 1
+    if law.has_state:
+        assert set(variables[te.FP8_COLLECTION]) == {"x", "z", "B", "C", "dt", "out"}
+
+
+def test_a_policy_keeps_the_scan():
+    """By its name the scan runs once; without, the backward pass computes it again."""
+    module, x = mamba(), data(1, S, H)
+    params = jax.eval_shape(lambda: module.init(KEY, x))
+
+    def scans(**policy):
+        loss = lambda p: jnp.sum(module.apply(p, x)[0])
+        grad = jax.grad(jax.checkpoint(loss, **policy) if policy else loss)
+        return sum(eqn.primitive.name == "te_ssd_fwd" for eqn in equations(jax.make_jaxpr(grad)(params).jaxpr))
+
+    assert [scans(), scans(policy=None), scans(policy=save(SSM)), scans(policy=save(GEMM))] == [1, 2, 1, 2]
+
+
+def test_adapters():
+    module, x = mamba(low_rank_adaptation_scope="all", low_rank_adaptation_dim=2), data(B, S, H)
+    params = drawn(module, x)
+    lora, _ = te_flax.split_lora(params)
+    assert set(lora) == {"x", "z", "B", "C", "dt", "out"}
+    got = jax.jit(lambda p: module.apply({"params": p}, x)[0])(params)
+    merged = te_flax.merge_lora(params)
+    close(got, jax.jit(lambda p: mamba().apply({"params": p}, x)[0])(merged))
+
+
+def test_nnx():
+    module = te_nnx.Mamba2(in_features=H, ssm_num_heads=N, ssm_head_dim=P, ssm_state_size=STATE, rngs=nnx.Rngs(0))
+    x = data(B, S, H)
+    y, _ = module(x)
+    linen = te_flax.Mamba2(ssm_num_heads=N, ssm_head_dim=P, ssm_state_size=STATE)
+    close(y, linen.apply({"params": te_nnx.to_linen(module)["params"]}, x)[0])
+
+
+@pytest.mark.parametrize(("kind", "groups"), [("auto", 1), ("auto", 2), ("explicit", 1), ("explicit", 2)])
+def test_mesh(kind, groups):
+    """Rows over dp, heads over tp, which does not divide one group: the numbers of one device, gradients too."""
+    module, x, weights = mamba(ssm_num_groups=groups), data(4, S, H), data(4, S, H, seed=2)
+    params = drawn(module, x)
+
+    def run(params, x):
+        y, vjp = jax.vjp(lambda p, x: module.apply({"params": p}, x, residual=True)[0], params, x)
+        return y, *vjp(weights.astype(y.dtype))
+
+    want = jax.jit(run)(params, x)
+    types = (AxisType.Auto,) * 2 if kind == "auto" else (AxisType.Explicit,) * 2
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=types)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
+        place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+        boxes = jax.eval_shape(lambda: module.init(KEY, x))["params"]
+        rules = te_flax.extend_logical_axis_rules(())
+        spec_of = lambda box: nn.logical_to_mesh_axes(box.names, rules)
+        specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+        assert specs["x"]["kernel"] == specs["x_conv_kernel"] == PartitionSpec(None, "tp")
+        with nn.logical_axis_rules(rules):
+            got = jax.jit(run)(jax.tree.map(place, params, specs), place(x, PartitionSpec("dp")))
+    close(got, want)
+
+
+@pytest.mark.parametrize(("kind", "packed"), [("auto", False), ("auto", True), ("explicit", True), ("manual", True)])
+def test_a_sequence_on_several_devices(kind, packed):
+    """cp = 4, tp = 2: the numbers of one device, with segments that end within, between and behind devices."""
+    module, x, weights = mamba(), data(B, 16, H), data(B, 16, H, seed=2)
+    params = drawn(module, x)
+    ids = np.array([[1] * 5 + [2] * 3 + [3] * 8, [1] * 2 + [2] * 13 + [4]], np.int32)
+    mask = SequenceDescriptor.from_segment_ids_and_pos(ids) if packed else None
+
+    def apply(params, x, mask):
+        return module.apply({"params": params}, x, mask)[0]
+
+    def run(params, x, apply=apply):
+        y, vjp = jax.vjp(lambda p, x: apply(p, x, mask), params, x)
+        return y, *vjp(weights.astype(y.dtype))
+
+    want = jax.jit(run)(params, x)
+    types = (AxisType.Explicit,) * 2 if kind == "explicit" else (AxisType.Auto,) * 2
+    mesh = jax.make_mesh((4, 2), ("cp", "tp"), axis_types=types)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(cp_resource="cp", tp_resource="tp")):
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(None, "cp")))
+            cut = PartitionSpec(None, "cp")
+            shards = jax.shard_map(apply, in_specs=(PartitionSpec(), cut, cut), out_specs=cut, axis_names={"cp"})
+            run = partial(run, apply=shards) if kind == "manual" else run
+            text = str(jax.make_jaxpr(run)(params, placed))
+            got = jax.jit(run)(params, placed)
+    assert "ppermute" in text
+    close(got, want)
+
+
+@pytest.mark.parametrize("tokens", [14, 8])
+def test_sequences_that_devices_cannot_share(tokens):
+    module, x = mamba(context_parallel_axis="cp"), jnp.ones((B, tokens, H))
+    with jax.set_mesh(jax.make_mesh((4,), ("cp",))):
+        params = jax.eval_shape(lambda: module.init(KEY, x))  # of inputs of any length
+        with pytest.raises(ValueError, match=f"Mamba2: {tokens} tokens on the 4 devices of 'cp'; pass a multiple of 4"):
+            jax.eval_shape(lambda p: module.apply(p, x), params)
+
+
+WRONG = [
+    (dict(), dict(inputs=jnp.ones((2, H))), r"Mamba2: inputs has shape \(2, 24\); pass \[batch, sequence, width\]"),
+    (dict(), dict(mask=jnp.ones((B, 1, S, S), bool)), "mask is an array; the scan is causal"),
+    (dict(ssm_num_groups=3), {}, "ssm_num_heads=4 does not split into ssm_num_groups=3"),
+    (dict(norm_groups=3), {}, "ssm_num_heads=4 does not split into norm_groups=3"),
+    (dict(conv_width=5), {}, "conv_width is 5; pass an int from 2 to 4"),
+    (dict(time_step_min=1.0), {}, "time_step_min is 1.0, above time_step_max=0.1"),
+    (dict(time_step_limit=(2.0, 1.0)), {}, r"time_step_limit is \(2.0, 1.0\); pass a tuple"),
+    (dict(ssm_num_heads=None), {}, "ssm_num_heads is None; pass a positive int"),
+]
+
+
+@pytest.mark.parametrize(("fields", "call", "message"), WRONG)
+def test_wrong_calls(fields, call, message):
+    with pytest.raises(ValueError, match=message):
+        jax.eval_shape(lambda: mamba(**fields).init(KEY, **dict(inputs=jnp.ones((B, S, H))) | call))
+
+
+def test_wrong_caches():
+    module, x = mamba(), data(B, S, H)
+    params = jax.eval_shape(lambda: module.init(KEY, x, decode=True))
+    run = lambda x, mask=None, mutable=("cache",): jax.eval_shape(
+        lambda p: module.apply(p, x, mask, decode=True, mutable=list(mutable)), params
+    )
+    ids = SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((B, S), jnp.int32))
+    with pytest.raises(ValueError, match="the SequenceDescriptor has segments; with decode=True a row is one sequence"):
+        run(x, ids)
+    with pytest.raises(ValueError, match="x_conv_state has shape"):
+        run(x[:1])
+    with pytest.raises(TypeError, match="x_conv_state is float32, the inputs need bfloat16"):
+        run(x.astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match="'cache', which is not mutable here"):
+        run(x, mutable=("intermediates",))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        (dict(groups=3), "groups is 3, which does not divide the 4 heads"),
+        (dict(gamma=jnp.ones(4)), r"gamma \(4,\); pass \[..., h, p\] twice, and \[h\*p\]"),
+        (dict(epsilon=0.0), "epsilon is 0.0; pass a number above 0"),
+    ],
+)
+def test_wrong_norms(changed, message):
+    with pytest.raises(ValueError, match=message):
+        gated_rmsnorm(**dict(x=jnp.ones((2, 4, 8)), z=jnp.ones((2, 4, 8)), gamma=jnp.ones(32)) | changed)
+
+
+def hybrid(**fields):
+    """Mamba2 and MLP, attention by itself, MLP by itself, Mamba2 by itself."""
+    ssm = dict(ssm_num_heads=N, ssm_head_dim=P, ssm_state_size=STATE)
+    pattern = (dict(ssm=ssm), dict(sublayers="mixer"), dict(sublayers="mlp"), dict(ssm=ssm, sublayers="mixer"))
+    layer = dict(num_attention_heads=2, mlp_hidden_size=32, hidden_dropout=0.0, attention_dropout=0.0)
+    layer |= dict(enable_rotary_pos_emb=True, layernorm_type="rmsnorm", self_attn_mask_type="causal")
+    config = te.models.ModelConfig(32, 4, H, layer=layer, pattern=pattern, **fields)
+    return te.models.CausalLM(config, dtype=jnp.float32)
+
+
+def test_a_hybrid_stack_generates():
+    """The sublayers of each kind; prompts of two lengths; greedy tokens as passes over whole texts choose them."""
+    model = hybrid()
+    tokens = np.random.default_rng(0).integers(0, 32, (2, 6)).astype(np.int32)
+    variables = quick_init(model.init)(KEY, tokens)
+    layers = variables["params"]["layers"]
+    assert [set(layers[f"layer_{i}"]["TransformerLayer_0"]) for i in range(4)] == [
+        {"mamba", "mlp"},
+        {"attention"},
+        {"mlp"},
+        {"mamba"},
+    ]
+    lengths = np.array([6, 4], np.int32)
+    new = jax.jit(lambda v: te.models.generate(model, v, tokens, 3, lengths=lengths))(variables)
+
+    @jax.jit
+    def checked(variables, whole):
+        return [model.apply(variables, row[None])[0] for row in whole]
+
+    whole = [np.concatenate([tokens[i, : lengths[i]], np.asarray(new)[i]]) for i in range(2)]
+    for i, logits in enumerate(checked(variables, whole)):
+        np.testing.assert_array_equal(np.argmax(logits, -1)[lengths[i] - 1 : -1], np.asarray(new)[i])
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (dict(ssm=dict(ssm_num_heads=2), layer_type="decoder"), 'ssm is given, but layer_type is "decoder"'),
+        (dict(sublayers="mlp", parallel_attention_mlp=True), "sublayers is 'mlp', but parallel_attention_mlp is True"),
+        (dict(ssm=dict(ssm_num_heads=2), transpose_batch_sequence=True), "ssm is given, but transpose_batch_sequence"),
+        (
+            dict(ssm=dict(ssm_num_heads=2), context_parallel_causal_load_balanced=True),
+            "causal_load_balanced is on, which",
+        ),
+        (dict(sublayers="attention"), "sublayers is 'attention'; pass one of 'both', 'mixer', 'mlp'"),
+        (dict(ssm=dict(num_heads=2)), "unexpected keyword argument 'num_heads'"),
+    ],
+)
+def test_wrong_layers(fields, message):
+    layer = te_flax.TransformerLayer(**dict(hidden_size=H, num_attention_heads=2, mlp_hidden_size=16) | fields)
+    with pytest.raises((ValueError, TypeError), match=message):
+        jax.eval_shape(lambda: layer.init(KEY, jnp.ones((B, S, H))))

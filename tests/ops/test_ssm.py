@@ -1,0 +1,214 @@
+"""Mamba-2's ops against one token after the other in float64."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ssm_oracle as oracle
+
+from te_jax.ops.ssm import causal_conv1d, ssd
+
+KINDS = ("plain", "long memory", "strong decay", "some strong", "large steps", "no steps")
+CASES = 24  # of each program: four rows of segments for each kind
+# s, h, g, p, n, dtype, absent: all n and p; lengths of 1, below, at and behind a chunk of 128, and odd ones.
+PROGRAMS = [
+    (1, 4, 2, 16, 16, jnp.float32, ()),
+    (7, 4, 1, 64, 16, jnp.bfloat16, ("z",)),
+    (127, 2, 2, 128, 16, jnp.float16, ("D", "dt_bias")),
+    (129, 3, 1, 16, 64, jnp.float32, ("initial_state",)),
+    (33, 2, 1, 64, 64, jnp.bfloat16, ()),
+    (45, 2, 1, 128, 64, jnp.float32, ("z", "D")),
+    (300, 4, 2, 16, 16, jnp.float32, ()),
+    (128, 2, 1, 16, 128, jnp.float16, ("initial_state",)),
+    (61, 1, 1, 64, 128, jnp.float32, ("dt_bias",)),
+    (20, 2, 2, 128, 128, jnp.bfloat16, ("segments",)),
+]
+
+
+def segments_of(rng, s, case):
+    """One segment, a few, one of each token, or ids that come again."""
+    return [np.full(s, 3), np.sort(rng.integers(0, 4, s)), np.arange(s), rng.integers(0, 2, s)][case % 4]
+
+
+def row(rng, kind, s, h, g, p, n, dtype):
+    """Operands of one row, rounded to `dtype`, and cotangents."""
+    draw = lambda *shape: rng.standard_normal(shape)
+    given = dict(x=draw(s, h, p), dt=draw(s, h), A=-np.exp(draw(h)), B=draw(s, g, n), C=draw(s, g, n), D=draw(h))
+    given |= dict(z=draw(s, h, p), dt_bias=draw(h), initial_state=draw(h, p, n))
+    if kind == "long memory":
+        given["A"] *= 1e-5
+    if kind in ("strong decay", "some strong"):  # Logarithms of down to -50 a token; softplus(50) = 50.
+        given["A"] = -np.ones(h)
+        given["dt"] = np.full((s, h), 50.0) if kind == "strong decay" else np.where(draw(s, h) > 1, 50.0, given["dt"])
+    if kind == "large steps":
+        given["dt"] = 20 + 20 * rng.random((s, h))
+    if kind == "no steps":
+        given["dt"] = np.full((s, h), -60.0)
+    given["x"], given["B"] = given["x"] / 4, given["B"] / np.sqrt(n)  # f16 has gradients up to 65504
+    rounded = {
+        k: a.astype(jnp.float32 if k in ("A", "D", "dt_bias", "initial_state") else dtype) for k, a in given.items()
+    }
+    return rounded, (draw(s, h, p).astype(dtype), draw(h, p, n).astype(np.float32))
+
+
+def both(fn, given, cotangents):
+    """Results, and gradients by name."""
+    outs, pull = jax.vjp(fn, given)
+    return dict(y=outs[0], final=outs[1]), pull(cotangents)[0]
+
+
+def rows_of(rng, s, h, g, p, n, dtype, absent):
+    rows = [row(rng, KINDS[i // 4], s, h, g, p, n, dtype) for i in range(CASES)]
+    given, cotangents = jax.tree.map(lambda *a: np.stack(a), *rows)
+    segments = np.stack([segments_of(rng, s, i) for i in range(CASES)]).astype(np.int32)
+    return {k: a for k, a in given.items() if k not in absent}, cotangents, segments
+
+
+@pytest.mark.parametrize("s, h, g, p, n, dtype, absent", PROGRAMS)
+def test_ssd(rng, s, h, g, p, n, dtype, absent):
+    """Outputs, final states and all gradients of 24 rows."""
+    given, cotangents, segments = rows_of(rng, s, h, g, p, n, dtype, absent)
+    limit = (0.001, 45.0) if s % 2 else (0.0, np.inf)
+    of = lambda segments: None if "segments" in absent else segments
+    options = dict(dt_softplus=True, dt_limit=limit, return_final_state=True)
+
+    def ours(given, segments, cotangents):
+        return both(lambda given: ssd(**given, segments=of(segments), **options), given, cotangents)
+
+    got = jax.jit(jax.vmap(ours))(given, segments, cotangents)
+    wide = jax.tree.map(lambda a: a.astype(np.float64), (given, cotangents))
+
+    def theirs(given, segments, cotangents):
+        options = dict(softplus=True, limit=limit)
+        exact = both(lambda given: oracle.ssd(given, of(segments), **options), given, cotangents)
+        return exact, oracle.ssd_bounds(given, of(segments), cotangents, **options)
+
+    with jax.enable_x64(True):
+        want, sizes = jax.device_get(jax.jit(jax.vmap(theirs))(wide[0], segments, wide[1]))
+    assert got[0]["y"].dtype == dtype and got[0]["final"].dtype == jnp.float32
+    for at, ours, exact, size in zip(("", "d"), got, want, sizes):
+        for name, each in ours.items():
+            oracle.near(each, exact[name], size[name], at + name, oracle.DECAY + oracle.TERMS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+def test_tokens_one_by_one(rng, dtype):
+    """A call for each token, which takes the states of the one before, is as one call; so are two calls. Both ops."""
+    s, h, g, p, n, c, w = 9, 4, 2, 16, 16, 8, 4
+    given, _ = row(rng, "plain", s, h, g, p, n, dtype)
+    given = {k: a[None] if k in ("x", "dt", "B", "C", "z", "initial_state") else a for k, a in given.items()}
+    taps, past, channels = (
+        rng.standard_normal((w, c)),
+        rng.standard_normal((1, w - 1, c)),
+        rng.standard_normal((1, s, c)),
+    )
+    scanned = ("x", "dt", "B", "C", "z")
+
+    def calls(ends):
+        state, conv_state, ys = given["initial_state"], jnp.asarray(past, dtype), []
+        for begin, end in zip((0, *ends), ends):
+            part = given | {k: given[k][:, begin:end] for k in scanned} | dict(initial_state=state)
+            y, state = ssd(**part, dt_softplus=True, return_final_state=True)
+            conv, conv_state = causal_conv1d(
+                jnp.asarray(channels[:, begin:end], dtype), taps.astype(np.float32), activation="silu",
+                initial_state=conv_state, return_final_state=True,
+            )  # fmt: skip
+            ys.append((y, conv))
+        return *map(partial(jnp.concatenate, axis=1), zip(*ys)), state, conv_state
+
+    whole, *others = jax.jit(lambda: [calls(ends) for ends in ((s,), (4, s), range(1, s + 1))])()
+    for other in others:
+        for a, b in zip(whole, other, strict=True):
+            tolerance = 2.0**-20 + float(jnp.finfo(a.dtype).eps)  # 16 f32 roundings of a few numbers below 16
+            np.testing.assert_allclose(np.asarray(a, np.float32), np.asarray(b, np.float32), tolerance, 16 * 2.0**-20)
+
+
+@pytest.mark.parametrize("width, dtype", [(2, jnp.float16), (3, jnp.bfloat16), (3, jnp.float16), (4, jnp.float32)])
+def test_causal_conv1d(rng, width, dtype):
+    """Outputs, final states and all gradients: lengths below the width and above it, rows of segments of all kinds."""
+    c, found = 5, {}
+    for s in (1, 2, 11):
+        draw = lambda *shape: rng.standard_normal((8, *shape)).astype(np.float32)
+        given = dict(x=draw(s, c).astype(dtype), kernel=draw(width, c), bias=draw(c))
+        given["initial_state"] = draw(width - 1, c).astype(dtype)
+        segments = np.stack([segments_of(rng, s, i) for i in range(8)])
+        found[s] = given, segments, (draw(s, c).astype(dtype), draw(width - 1, c).astype(dtype))
+
+    def ours(given, segments, cotangents):
+        fn = lambda given: causal_conv1d(
+            **given, activation="silu" if width > 2 else None, segments=segments, return_final_state=True
+        )
+        return both(fn, given, cotangents)
+
+    def theirs(given, segments, cotangents):
+        exact = both(lambda given: oracle.conv(given, segments, width > 2), given, cotangents)
+        size = both(lambda given: oracle.conv(given, segments, False), *jax.tree.map(jnp.abs, (given, cotangents)))
+        return exact, size
+
+    each = lambda fn: jax.jit(lambda found: {s: jax.vmap(fn)(*args) for s, args in found.items()})
+    got = each(ours)(found)
+    with jax.enable_x64(True):
+        up = jax.tree.map(lambda a: a if a.dtype == np.int64 else a.astype(np.float64), found)
+        want = jax.device_get(each(theirs)(up))
+    for s in found:
+        for ours_, exact, size in zip(got[s], *want[s]):
+            for name, a in ours_.items():
+                # A dozen roundings of the terms; silu has a slope of at most 1.1, which changes by at most 0.5.
+                grows = 1 + np.abs(np.asarray(want[s][1][0]["y"])).max()
+                oracle.near(a, exact[name], size[name], f"{s} {name}", 16 * oracle.EPS * grows)
+
+
+WRONG = [
+    (
+        dict(kernel=jnp.ones((5, 4))),
+        ValueError,
+        r"causal_conv1d: kernel has shape \(5, 4\); pass \[w, 4\] with w from 2 to 4",
+    ),
+    (dict(kernel=jnp.ones((3, 5))), ValueError, r"kernel has shape \(3, 5\)"),
+    (dict(bias=jnp.ones(3)), ValueError, r"causal_conv1d: bias has shape \(3,\); pass \[4\]"),
+    (dict(activation="gelu"), ValueError, "activation is 'gelu'; pass one of 'silu' or None"),
+    (dict(x=jnp.ones((2, 6, 4), int)), TypeError, "causal_conv1d: x is int"),
+    (dict(segments=jnp.ones((2, 6))), TypeError, "causal_conv1d: segments is float"),
+    (dict(segments=jnp.ones((2, 5), int)), ValueError, r"segments has shape \(2, 5\); pass \[2, 6\]"),
+    (dict(initial_state=jnp.ones((2, 3, 4))), ValueError, r"initial_state has shape \(2, 3, 4\); pass \[2, 2, 4\]"),
+]
+
+
+@pytest.mark.parametrize("changed, error, message", WRONG)
+def test_wrong_convolutions(changed, error, message):
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: causal_conv1d(**(dict(x=jnp.ones((2, 6, 4)), kernel=jnp.ones((3, 4))) | changed)))
+
+
+WRONG_SCANS = [
+    (dict(x=jnp.ones((6, 4))), ValueError, r"ssd: x has shape \(6, 4\); pass \[b..., s, h, p\]"),
+    (dict(B=jnp.ones((2, 6, 3, 8))), ValueError, r"ssd: B has shape .*, where g divides the 4 heads of x"),
+    (dict(C=jnp.ones((2, 6, 2, 4))), ValueError, r"ssd: C has shape \(2, 6, 2, 4\); pass \[2, 6, 2, 8\]"),
+    (dict(dt=jnp.ones((2, 6))), ValueError, r"ssd: dt has shape \(2, 6\); pass \[2, 6, 4\]"),
+    (dict(A=jnp.ones(3)), ValueError, r"ssd: A has shape \(3,\); pass \[4\]"),
+    (dict(D=jnp.ones((4, 3))), ValueError, r"ssd: D has shape \(4, 3\); pass \[4\] or \[4, 16\]"),
+    (dict(z=jnp.ones((2, 6, 4))), ValueError, r"ssd: z has shape"),
+    (dict(dt_bias=jnp.ones(5)), ValueError, r"ssd: dt_bias has shape \(5,\); pass \[4\]"),
+    (dict(dt_limit=(1.0, 0.5)), ValueError, r"ssd: dt_limit is \(1.0, 0.5\); pass a tuple \(least, most\)"),
+    (dict(initial_state=jnp.ones((2, 4, 8, 16))), ValueError, r"initial_state has shape .*; pass \[2, 4, 16, 8\]"),
+    (dict(segments=jnp.ones((2, 6))), TypeError, "ssd: segments is float"),
+    (dict(A=None), TypeError, "ssd: A is None"),
+]
+
+
+@pytest.mark.parametrize("changed, error, message", WRONG_SCANS)
+def test_wrong_scans(changed, error, message):
+    right = dict(x=jnp.ones((2, 6, 4, 16)), dt=jnp.ones((2, 6, 4)), A=jnp.ones(4))
+    right |= dict(B=jnp.ones((2, 6, 2, 8)), C=jnp.ones((2, 6, 2, 8)))
+    with pytest.raises(error, match=message):
+        jax.eval_shape(lambda: ssd(**(right | changed)))
+
+
+def test_what_the_backward_pass_keeps():
+    """The operands, and a state for each 128 tokens: nothing else as large, and no state of a token."""
+    args = [jnp.zeros(shape) for shape in ((1, 512, 2, 16), (1, 512, 2), (2,), (1, 512, 1, 16), (1, 512, 1, 16))]
+    _, pull = jax.eval_shape(lambda *args: jax.vjp(ssd, *args), *args)
+    kept = sorted(a.shape for a in jax.tree.leaves(pull))
+    assert kept == sorted([*(a.shape for a in args), (1, 4, 2, 16, 16)])
