@@ -34,7 +34,7 @@ from te_jax.sharding import (
 CACHED = MambaState("x_conv_state", "B_conv_state", "C_conv_state", "ssm_state")
 
 
-def ssm_sizes_fit(module) -> str | None:
+def _ssm_sizes_fit(module: Any) -> str | None:
     """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`; `time_step_min` is at most `time_step_max`."""
     for name in ("ssm_num_groups", "norm_groups"):
         if module.ssm_num_heads % (getattr(module, name) or 1):
@@ -102,7 +102,7 @@ class Mamba2(Module):
 
     transpose_batch_sequence = False  # no field: inputs are [b, s, H]
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (ssm_sizes_fit,)
+        rules = (_ssm_sizes_fit,)
 
     @property
     def num_attention_heads(self) -> int:

@@ -182,7 +182,7 @@ def _rows_of_slots(x, slots, offsets, weights, *, topk):
 
 def _rows_of_fp8(x, scales, slots, offsets, weights, addresses, *, topk):
     """As `_rows_of_slots`, of numbers in E4M3 times their blocks' scales."""
-    refuse_addresses("te_permute_fp8", addresses)
+    _refuse_addresses("te_permute_fp8", addresses)
     rows, _ = _rows_of_slots(x, slots, offsets, None, topk=topk)
     if x.size == 0 or (scales is None and weights is None):
         return rows, {}
@@ -195,7 +195,7 @@ def _rows_of_fp8(x, scales, slots, offsets, weights, addresses, *, topk):
     return jnp.where((slots >= 0)[:, None], rows * factors, 0.0), {}
 
 
-def refuse_addresses(op, addresses):
+def _refuse_addresses(op, addresses):
     if addresses is not None:
         raise NotImplementedError(f"{op}: addresses of other devices' memory are read by CUDA kernels only.")
 
@@ -209,7 +209,7 @@ def _rows_of_pairs(rows, positions):
 
 
 def _combine_reference(rows, positions, weights, addresses):
-    refuse_addresses("te_combine", addresses)
+    _refuse_addresses("te_combine", addresses)
     each = _rows_of_pairs(rows, positions)
     if weights is not None:
         each = jnp.where((positions >= 0)[..., None], each * weights[..., None], 0.0)
