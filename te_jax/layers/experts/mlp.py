@@ -102,14 +102,16 @@ def rows_of_tokens(rows: jax.Array, groups: Groups, weights: jax.Array | None = 
     return combine_op(rows, groups.rows, weights, None)[0]
 
 
-def _add_rows(rows: Pieces, routed: "Routed", weights, of_all, static: "ExpertStatic", kept=()) -> jax.Array:
+def _add_rows(
+    rows: Pieces, routed: "Routed", weights, of_all, static: "ExpertStatic", kept=()
+) -> tuple[jax.Array, Pieces]:
     """[*B, H]: the sum of the rows [R, H] of each token of this device, times weights [*B, k], or those of_all tokens
-    that are here. kept: as of `receive_rows`."""
+    that are here; and rows, as `combine_of_peers` returns them. kept: as of `receive_rows`."""
     exchange = static.exchange
     if exchange is None or not exchange.direct:
-        return combine_pieces(rows, routed.groups, of_all, lambda sums: _back(sums, routed, static))
-    add = lambda each: combine_of_peers(each, routed.sent.positions, weights, exchange.axes, kept)
-    return jnp.concatenate(list(map(add, rows)), -1)
+        return combine_pieces(rows, routed.groups, of_all, lambda sums: _back(sums, routed, static)), rows
+    sums, rows = zip(*(combine_of_peers(each, routed.sent.positions, weights, exchange.axes, kept) for each in rows))
+    return jnp.concatenate(sums, -1), rows
 
 
 def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, train: bool, need_wgrad):
@@ -131,7 +133,7 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
     w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
     rows = fprop_in_pieces(q1, w1, wo.bias, groups, static.wo, static.pieces)
-    y = _add_rows(rows, routed, weights, of_all, static, kept)
+    y, rows = _add_rows(rows, routed, weights, of_all, static, kept)
     return y, (q0, parts), (q1, (w1,)), z, rows, of_all
 
 
@@ -199,7 +201,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     terms = [(slots_at(grad, s), w, s.start) for w, s in zip(first.weight, spans)]
     pieces = 1 if first.needs_wgrad else static.pieces  # wgrad runs while sums of dx travel
     dx = dgrad_in_pieces(terms, groups, static.wi, pieces)
-    dx = like(_add_rows(dx, routed, None, None, static), static.wi.x)
+    dx = like(_add_rows(dx, routed, None, None, static)[0], static.wi.x)
     of_parts = [range(span.start, span.stop) for span in spans]
     dwi = _differentiate(first, grad, dbias, groups, static.wi, of_parts)
     return ExpertOperands(dx, dweights, dwi, dwo), None

@@ -23,9 +23,9 @@ Axes = tuple[str, ...]
 
 def combine_of_peers(
     rows: jax.Array, positions: jax.Array, weights: jax.Array | None, axes: Axes, kept: Sequence[jax.Array] = ()
-) -> jax.Array:
-    """[*B, h]: for each token the sum of rows [R, h] of all devices, times weights f32[*B, k], in f32, in the order of
-    k.
+) -> tuple[jax.Array, jax.Array]:
+    """y [*B, h]: for each token the sum of rows [R, h] of all devices, times weights f32[*B, k], in f32, in the order
+    of k. And rows, for those who read them later: XLA copies an array that is given away and read again.
 
     positions: i32[*B, k]: i R + j is row j of device i; below 0 there is none. kept: arrays that other devices read
     before they write their rows: they are not freed before all devices are here.
@@ -37,10 +37,10 @@ def combine_of_peers(
         for a in kept:
             y = keep_op(y, a, addresses)[0]
         y, done = _tell(y, axes)
-        return keep_op(y, rows, done)[0]
+        return keep_op(y, rows, done)[0], rows
 
     def gather(rows, positions, weights, *kept):
-        return combine_op(lax.all_gather(rows, axes, axis=0, tiled=True), positions, weights, None)[0]
+        return combine_op(lax.all_gather(rows, axes, axis=0, tiled=True), positions, weights, None)[0], rows
 
     return lax.platform_dependent(rows, positions, weights, *kept, cuda=read, default=gather)
 
