@@ -402,7 +402,10 @@ class Op:
         )
         # Of `partition` the program has only an address. Where jax is told to leave that out of the key of its
         # compilation cache (jax_remove_custom_partitioning_ptr_from_cache_key), this tells ops and attributes apart.
-        with set_xla_metadata(te_jax_op=f"{self.name} {sorted(params.items())} {_VERSION}"):
+        # Of symbolic sizes (`jax.export`) there is no program yet, and no operation may bear a mark when it is made.
+        is_known = all(isinstance(n, int) for a in args for n in a.shape)
+        mark = dict(te_jax_op=f"{self.name} {sorted(params.items())} {_VERSION}") if is_known else {}
+        with set_xla_metadata(**mark):
             return call(*args)
 
     def _each(self, params, args):

@@ -14,13 +14,14 @@ from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, check, integer, number
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
+from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import causal_conv1d, ssd
 from te_jax.sharding.constraints import place_axis
 
 
 def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    gate = jax.nn.silu(z.astype(wide))
+    gate = silu(z.astype(wide))
     x = x.astype(wide) if norm_before_gate else x.astype(wide) * gate
     of_heads = jnp.mean(jnp.square(x), -1)
     if on_explicit_mesh(aval := jax.typeof(of_heads)):  # Devices that share a group's heads exchange these numbers.

@@ -44,6 +44,11 @@ def _sigmoid_gated_jvp(c0, c1, primals, tangents):
     return x * s, dx * (s + x * (s * (1 - s)) * inner)
 
 
+def silu(x: jax.Array) -> jax.Array:
+    """x * sigmoid(x), of any shape; its derivative is a number for each finite x."""
+    return _sigmoid_gated(x, 1.0)
+
+
 def _squared_relu(x):
     y = jax.nn.relu(x)
     return y * y  # of a square autodiff makes 2 * y, which is inf half-way to the largest number
@@ -52,8 +57,8 @@ def _squared_relu(x):
 _GELU = 2 * math.sqrt(2 / math.pi)  # (1 + tanh(u)) / 2 = sigmoid(2 u)
 _ACTIVATIONS = {
     "gelu": lambda x, p: _sigmoid_gated(x, _GELU, _GELU * 0.044715),
-    "silu": lambda x, p: _sigmoid_gated(x, 1.0),
-    "swish": lambda x, p: _sigmoid_gated(x, 1.0),
+    "silu": lambda x, p: silu(x),
+    "swish": lambda x, p: silu(x),
     "relu": lambda x, p: jax.nn.relu(x),
     "quick_gelu": lambda x, p: _sigmoid_gated(x, 1.702),  # Hendrycks & Gimpel 2016, https://arxiv.org/abs/1606.08415
     "squared_relu": lambda x, p: _squared_relu(x),  # So et al. 2021, https://arxiv.org/abs/2109.08668

@@ -10,6 +10,7 @@ from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, check, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
+from te_jax.ops.quantize import activation
 from te_jax.ops.ssm.runs import runs_of
 
 WIDTHS = (2, 3, 4)
@@ -29,7 +30,7 @@ def _reference(x, kernel, bias, segments, initial, *, silu, width):
     for tap in range(width):
         at = slice(tap, tap + s)
         y = y + as_rank(kernel[tap].astype(wide), x.ndim) * in_run_of(tokens[..., at, :], at, own)
-    y = jax.nn.silu(y) if silu else y
+    y = activation.silu(y) if silu else y
     final = in_run_of(tokens[..., s:, :], slice(s, None), None if runs is None else runs[..., -1:])
     return y.astype(x.dtype), final.astype(x.dtype)
 

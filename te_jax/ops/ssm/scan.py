@@ -16,6 +16,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
+from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.runs import runs_of
 
@@ -56,7 +57,7 @@ def _decays(logs, runs):
     small ones behind a large one. What i does not see is masked before exp, which so is at most 1.
     """
     at = jnp.arange(logs.shape[-1])
-    after, seen = at[:, None] > at, at[:, None] >= at
+    after, seen = ((at[:, None] > at[None])[None, None], (at[:, None] >= at[None])[None, None])
     between = jnp.cumsum(jnp.where(after, logs[..., None], 0), -2)
     since = jnp.cumsum(logs, -1)
     if runs is not None:
@@ -72,7 +73,7 @@ def _of_chunk(A, D, state, chunk, runs):
     of_groups = partial(_by_groups, groups=groups)
     x32, B, C = (a.astype(wide) for a in (chunk.x, chunk.B, chunk.C))
     steps = jnp.swapaxes(chunk.steps, 1, 2)
-    within, since = map(of_groups, _decays(steps * A[:, None], runs))
+    within, since = map(of_groups, _decays(steps * A[None, :, None], runs))
     x, old = of_groups(jnp.swapaxes(x32, 1, 2)), of_groups(state)  # [b, g, r, l, p], [b, g, r, p, n]
     added = x * of_groups(steps)[..., None]
     scores = _dot("blgn,bmgn->bglm", C, B)
@@ -81,8 +82,8 @@ def _of_chunk(A, D, state, chunk, runs):
     last = _dot("bgrlp,blgn->bgrpn", added * within[..., -1, :, None], B)
     new = old * since[..., -1, None, None] + last
     y = jnp.swapaxes(y.reshape(*y.shape[:1], -1, *y.shape[3:]), 1, 2)
-    y = y if D is None else y + D * x32
-    y = y if chunk.z is None else y * jax.nn.silu(chunk.z.astype(wide))
+    y = y if D is None else y + as_rank(D, x32.ndim) * x32
+    y = y if chunk.z is None else y * silu(chunk.z.astype(wide))
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
 
 
