@@ -17,7 +17,7 @@ from jax import lax
 
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import like
-from te_jax.ops.experts.peers import combine_of_peers
+from te_jax.ops.experts.peers import combine_of_peers, tell_peers
 from te_jax.ops.experts.permute import Groups, buffer_rows, combine_op, group
 
 
@@ -51,7 +51,8 @@ class Sent(NamedTuple):
     """Which tokens came here, and from where."""
 
     experts: jax.Array  # i32[N, k]: this device's expert of each choice; -1 where it is another device's
-    # Of blocks, each with a place for C tokens, else None:
+    # Of blocks, each with a place for C tokens, else None; `places` also of memory that others read, with N places on
+    # each device:
     slots: jax.Array | None  # i32[devices, C]: this device's token in each place, T where there is none
     places: jax.Array | None  # i32[T, devices]: the place of each token among all; -1 where there is none
     dropped: jax.Array  # i32[experts]: the pairs of each expert here that found no place
@@ -208,7 +209,7 @@ def _find_rows(groups, sent, exchange):
 def _read_sums(a, sent, exchange):
     if a.shape[-1] * a.dtype.itemsize < _READ_FROM:
         return _add_shares(a, sent, exchange)
-    return combine_of_peers(a, sent.places, None, exchange.axes)[0]
+    return combine_of_peers(*tell_peers(a, exchange.axes), sent.places, None, exchange.axes)
 
 
 class _Strategy(NamedTuple):

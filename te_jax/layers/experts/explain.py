@@ -13,6 +13,7 @@ from te_jax.layers.experts.block import OPTIONS, MoEOptions
 from te_jax.layers.experts.devices import ExpertExchange, find_exchange, find_placement
 from te_jax.layers.experts.exchange import PEER_ACCESS, WHOLE, Exchange
 from te_jax.layers.experts.weights import hidden_block
+from te_jax.layers.experts.wire import reads_tokens
 from te_jax.ops.experts.permute import buffer_rows
 from te_jax.ops.formats import ROWS_128, ScaleFormat, ceil_div, format_of
 from te_jax.recipe import Recipe
@@ -136,18 +137,19 @@ def _crossing(exchange: Exchange, width: int, topk: int, dtype: DTypeLike, recip
         "sums": unquantized,
     }
     backward |= {"gradients of weights": 4 * topk}
-    reads = _rows_read(exchange, topk, in_fp8)
+    reads = _rows_read(exchange, topk, recipe, in_fp8)
     of_all = lambda each: {what: round(others * size * reads.get(what, 1)) for what, size in each.items()}
     return of_all(forward), of_all(backward)
 
 
-def _rows_read(exchange: Exchange, topk: int, in_fp8: bool) -> dict[str, float]:
+def _rows_read(exchange: Exchange, topk: int, recipe: Recipe | None, in_fp8: bool) -> dict[str, float]:
     """What is read from memory -> the rows that a device reads of it, over the tokens of others; choices being even."""
     if exchange.strategy != PEER_ACCESS:
         return {}
-    if exchange.direct and in_fp8:
-        return dict.fromkeys(("tokens", "sums"), topk / exchange.devices)
-    return {"sums": 1 - (1 - 1 / exchange.devices) ** topk}
+    of_rows = topk / exchange.devices
+    if recipe is None or not exchange.direct:
+        return {"sums": 1 - (1 - 1 / exchange.devices) ** topk}
+    return {"sums": of_rows} | ({"tokens": of_rows} if in_fp8 and reads_tokens(exchange, recipe) else {})
 
 
 def _bytes_of_scales(form: ScaleFormat, width: int) -> int:

@@ -37,7 +37,7 @@ from te_jax.layers.vjp import (
 )
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.paired import is_pairable, paired_activation_grad_source
-from te_jax.ops.experts.peers import combine_of_peers
+from te_jax.ops.experts.peers import combine_of_peers, tell_peers
 from te_jax.ops.experts.permute import Groups, combine_op, permute_fp8_source, permute_source
 from te_jax.ops.experts.rows import dbias_of_experts, grouped_activation_source
 from te_jax.ops.formats import ROWS_128, format_of
@@ -102,16 +102,15 @@ def rows_of_tokens(rows: jax.Array, groups: Groups, weights: jax.Array | None = 
     return combine_op(rows, groups.rows, weights, None)[0]
 
 
-def _add_rows(
-    rows: Pieces, routed: "Routed", weights, of_all, static: "ExpertStatic", kept=()
-) -> tuple[jax.Array, Pieces]:
+def _add_rows(rows: Pieces, routed: "Routed", weights, of_all, static: "ExpertStatic") -> tuple[jax.Array, Pieces]:
     """[*B, H]: the sum of the rows [R, H] of each token of this device, times weights [*B, k], or those of_all tokens
-    that are here; and rows, as `combine_of_peers` returns them. kept: as of `receive_rows`."""
+    that are here; and rows, to be read later."""
     exchange = static.exchange
     if exchange is None or not exchange.direct:
         return combine_pieces(rows, routed.groups, of_all, lambda sums: _back(sums, routed, static)), rows
-    sums, rows = zip(*(combine_of_peers(each, routed.sent.positions, weights, exchange.axes, kept) for each in rows))
-    return jnp.concatenate(sums, -1), rows
+    told = [tell_peers(each, exchange.axes) for each in rows]
+    sums = [combine_of_peers(*each, routed.sent.positions, weights, exchange.axes) for each in told]
+    return jnp.concatenate(sums, -1), tuple(each for each, _ in told)
 
 
 def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, train: bool, need_wgrad):
@@ -119,7 +118,7 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     experts' outputs, and the weights of the tokens that are here."""
     (x, weights, wi, wo), groups = operands, routed.groups
     uses = LayerUses.of(static.wi.recipe, train, need_wgrad[0])
-    q0, kept = _rows_of_tokens_here(x, routed, Role("x", wi.metas.x, uses.x, static.wi.x), static)
+    q0 = _rows_of_tokens_here(x, routed, Role("x", wi.metas.x, uses.x, static.wi.x), static)
     of_all = weights if routed.sent is None else dispatch(weights, routed.sent, static.exchange)
     parts = tuple(quantize_part(part, wi.metas.kernel, uses.weight, static.wi, True) for part in wi.kernel)
     bias = lambda span: None if wi.bias is None else wi.bias[:, span]
@@ -133,17 +132,17 @@ def _forward(operands: ExpertOperands, routed: Routed, static: ExpertStatic, tra
     q1, _ = produce(grouped_activation_source(z, groups, dict(static.act)), role, static.wo)
     w1 = quantize_part(second, wo.metas.kernel, uses.weight, static.wo, False)
     rows = fprop_in_pieces(q1, w1, wo.bias, groups, static.wo, static.pieces)
-    y, rows = _add_rows(rows, routed, weights, of_all, static, kept)
+    y, rows = _add_rows(rows, routed, weights, of_all, static)
     return y, (q0, parts), (q1, (w1,)), z, rows, of_all
 
 
-def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) -> tuple[Fp8Tensor, tuple[Any, ...]]:
-    """The rows of x as GEMMs read them; and what `receive_rows` wants to be kept."""
+def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) -> Fp8Tensor:
+    """The rows of x as GEMMs read them."""
     if routed.sent is None:
-        return produce(rows_source(x, routed.groups), role, static.wi)[0], ()
+        return produce(rows_source(x, routed.groups), role, static.wi)[0]
     if role.uses.wide:  # a GEMM that the recipe takes out of FP8 reads it as it is
         x = dispatch(x, routed.sent, static.exchange)
-        return produce(rows_source(x, routed.groups), role, static.wi)[0], ()
+        return produce(rows_source(x, routed.groups), role, static.wi)[0]
     return receive_rows(x, routed.groups, routed.sent, role, static.wi, static.exchange)
 
 

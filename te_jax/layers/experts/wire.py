@@ -35,22 +35,24 @@ class Received(NamedTuple):
     scales: jax.Array
 
 
-def receive_rows(
-    x: jax.Array, groups: Groups, sent: Sent, role: Role, config: Any, exchange: Exchange
-) -> tuple[Fp8Tensor, tuple[jax.Array, ...]]:
-    """x [T, H] of all devices, in the rows of this device's experts [R, H]; and what must be kept until all devices
-    have their rows."""
+def reads_tokens(exchange: Exchange, recipe: Recipe) -> bool:
+    """Whether rows of tokens are read where they lie, instead of being sent."""
+    return exchange.direct and not format_of(recipe, "x").block and fp8.type_of("x", recipe) == _E4M3
+
+
+def receive_rows(x: jax.Array, groups: Groups, sent: Sent, role: Role, config: Any, exchange: Exchange) -> Fp8Tensor:
+    """x [T, H] of all devices, in the rows of this device's experts [R, H]."""
     form, dtype = format_of(config.recipe, role.name), fp8.type_of(role.name, config.recipe)
     sends = role._replace(uses=role.uses._replace(data=True, data_t=False, wide=False))
     q, _ = produce(array_source(x, 1), sends, config)
     if form.block:
-        return _receive_blocks(q, groups, sent, role, config.recipe, exchange), ()
-    if exchange.direct and dtype == _E4M3:
-        got, kept = permute_of_peers(q.data, groups, role.uses.layouts, exchange.axes)
-        return Fp8Tensor(**got, scale_inv=q.scale_inv, amax=q.amax), (kept,)
-    source = _rows_of_data(dispatch(q.data, sent, exchange), groups)
-    got = source.run(role.uses.layouts, dtype, form, jnp.ones((), jnp.float32))
-    return Fp8Tensor(**got, scale_inv=q.scale_inv, amax=q.amax), ()
+        return _receive_blocks(q, groups, sent, role, config.recipe, exchange)
+    if reads_tokens(exchange, config.recipe):
+        got = permute_of_peers(q.data, groups, role.uses.layouts, exchange.axes)
+    else:
+        source = _rows_of_data(dispatch(q.data, sent, exchange), groups)
+        got = source.run(role.uses.layouts, dtype, form, jnp.ones((), jnp.float32))
+    return Fp8Tensor(**got, scale_inv=q.scale_inv, amax=q.amax)
 
 
 def _rows_of_data(data, groups):
