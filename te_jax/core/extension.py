@@ -105,8 +105,8 @@ def compute_capability() -> str | None:
 
 @functools.cache
 def has_peer_access() -> bool:
-    """Whether each GPU of this process can read the others' memory. Without the extension none does."""
-    return status().loads and load().peer_access()
+    """Whether there are GPUs, each of which can read the others' memory. Without the extension none does."""
+    return has_cuda_device() and status().loads and load().peer_access()
 
 
 @functools.cache

@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 from benchmarks import expert_strategies
 from te_jax import recipe
-from te_jax.layers import ExpertExchange, MoEOptions
+from te_jax.layers import ExpertExchange, MoEOptions, moe
 from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import find_exchange, find_placement
 from te_jax.layers.experts.exchange import STRATEGIES, Exchange, collect, dispatch, plan
@@ -275,6 +275,22 @@ def test_rows_that_others_read(topk, name, rng):
         exchange=ExpertExchange(strategy),
     )
     close(run("peer_access"), run("all_gather"))
+
+
+def test_memory_that_others_read_is_kept(rng):
+    """In a recomputed forward pass too, whose y nobody wants. Under vmap, where rows are parts of an array, none is
+    read."""
+    x, w = normal(rng, B, S, WIDE).astype(jnp.bfloat16), weights(rng, h=WIDE)
+    options = MoEOptions(RouterOptions(K), exchange=ExpertExchange("peer_access"))
+    run = lambda x, w: moe(x, *w, options=options, recipe=RECIPES["current"])[0]
+    loss = lambda x, w: jnp.sum(jax.checkpoint(run)(x, w).astype(jnp.float32))
+    mesh = jax.make_mesh((4,), ("ep",), axis_types=(AxisType.Auto,))
+    text = lambda f, *args: jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(ep_resource="ep")):
+        recomputed, mapped = text(jax.grad(loss, (0, 1)), x, w), text(jax.vmap(run, (0, None)), x[None], w)
+    read = re.findall(r"call @te_(?:permute_fp8|combine)\w*\((%\w+)#0, .*tensor<4x2xui32>", recomputed)
+    kept = re.findall(r"call @te_keep\w*\(%[\w#]+, (%\w+)#0, ", recomputed)
+    assert len(read) >= 2 and {*read} == {*kept} and "te_address" not in mapped
 
 
 def test_places_that_lack(rng):

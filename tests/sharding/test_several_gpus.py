@@ -91,6 +91,23 @@ EXCHANGES = [
 ]
 
 
+def test_recomputed_experts():
+    """What others read in a forward pass that is run again is there, to the bit."""
+    experts, hidden, f = 4 * N, 512, 1024
+    x, gate = data(2, B, S, hidden), data(4, hidden, experts).astype(jnp.float32)
+    wi, wo = tuple(data(i, experts, hidden, f) * 0.05 for i in (5, 6)), data(7, experts, f, hidden) * 0.05
+    options = MoEOptions(RouterOptions(2), exchange=ExpertExchange("peer_access"))
+    layer = lambda x, wi, wo: moe(x, gate, wi, wo, options=options, recipe=Float8CurrentScaling())[0]
+    loss = lambda layer: lambda *args: jnp.sum(layer(*args).astype(jnp.float32) ** 2)
+    mesh = jax.make_mesh((N,), ("ep",), axis_types=(AxisType.Auto,))
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(ep_resource="ep")):
+        args = jax.device_put((x, wi, wo), NamedSharding(mesh, P("ep")))
+        run = lambda layer: jax.jit(jax.grad(loss(layer), (0, 1, 2)))(*args)
+        want = run(layer)
+        for _ in range(3):
+            jax.tree.map(np.testing.assert_array_equal, run(jax.checkpoint(layer)), want)
+
+
 @pytest.mark.parametrize("exchange", EXCHANGES, ids=str)
 @pytest.mark.parametrize("how", [None, DelayedScaling(), Float8CurrentScaling(), Float8BlockScaling()], ids=repr)
 def test_experts(how, exchange):

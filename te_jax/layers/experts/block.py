@@ -80,7 +80,8 @@ class MoEOptions(KnownFields):
     @property
     def drops_nothing(self) -> bool:
         """Whether each pair of a token and an expert has a row."""
-        return self.capacity_factor is None and self.exchange.block_factor is None
+        bounds = self.capacity_factor, self.exchange.block_factor, self.exchange.rows_factor
+        return all(bound is None for bound in bounds)
 
 
 OPTIONS = Kind("a MoEOptions", lambda value: isinstance(value, MoEOptions))

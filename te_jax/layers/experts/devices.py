@@ -219,8 +219,8 @@ def find_exchange(
     if not axes or tokens == 0:
         strategy, devices, block = WHOLE, 1, tokens
     elif strategy == "auto":
-        of_all = PEER_ACCESS if extension.has_cuda_device() and not _lacks_peer_access() else "all_gather"
-        strategy = of_all if block >= tokens else "all_to_all"
+        reads = extension.has_peer_access() and not _lacks_peer_access()
+        strategy = "all_to_all" if block < tokens else PEER_ACCESS if reads else "all_gather"
     elif strategy == PEER_ACCESS and (lack := _lacks_peer_access()):
         raise ValueError(
             f"ExpertExchange: strategy is {PEER_ACCESS!r}, for GPUs of one process that have access to each other's "
@@ -233,14 +233,28 @@ def find_exchange(
     _check_pieces(pieces, width, experts)
     sizes = experts, experts * owners, strategy, block, pairs, pieces
     direct = strategy == PEER_ACCESS and sharing == 1 and _reads_few(topk, devices)
-    return Exchange(axes, devices, placement.experts, sharing, *sizes, direct)
+    exchange = Exchange(axes, devices, placement.experts, sharing, *sizes, direct)
+    return _with_few_rows(exchange, options)
+
+
+def _with_few_rows(exchange: Exchange, options: ExpertExchange) -> Exchange:
+    """Positions of rows in the memory of all devices are of 32 bits."""
+    rows = max(exchange.rows, exchange.received) if isinstance(exchange.block, int) else 0
+    if exchange.strategy != PEER_ACCESS or exchange.devices * rows < 2**31:
+        return exchange
+    if options.strategy == "auto":
+        return exchange._replace(strategy="all_gather", direct=False)
+    raise ValueError(
+        f"ExpertExchange: strategy is {PEER_ACCESS!r}, and {exchange.devices} devices have {rows} rows each; pass "
+        "'all_gather', or a rows_factor for less than 2**31 rows in all."
+    )
 
 
 def _lacks_peer_access() -> str:
     """Why devices cannot read each other's memory; "" where they can, and where plain JAX runs instead of kernels."""
     if jax.process_count() > 1:
         return f"there are {jax.process_count()} processes"
-    return "" if extension.has_peer_access() else "these GPUs have none"
+    return "these GPUs have none" if extension.has_cuda_device() and not extension.has_peer_access() else ""
 
 
 def _reads_few(topk: int, devices: int) -> bool:

@@ -11,7 +11,7 @@ from jax.core import ShapedArray
 from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core.policies import STATISTICS, with_names
-from te_jax.core.types import align, on_explicit_mesh
+from te_jax.core.types import align, on_explicit_mesh, varying_axes
 from te_jax.layers.config import Config
 from te_jax.layers.experts.devices import ExpertPlacement, find_exchange
 from te_jax.layers.experts.exchange import Exchange, collect_tokens, dispatch_tokens, group_sent, plan
@@ -58,21 +58,37 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     placement = run.placement
     if placement is None:
         return _run_experts_on(run, inputs, None, None), None
-    part = partial(_run_part, run)
     if not placement.shards:
-        y, lost = part(inputs)
+        y, lost = _run_part(_with_shared_scales(run, inputs), inputs)
         return y, lax.all_gather(lost, placement.experts, tiled=True)
     inputs = inputs._replace(wi=_from_zeros(inputs.wi), wo=_from_zeros(inputs.wo))
     specs = _specs(inputs, placement)
     if on_explicit_mesh(jax.typeof(inputs.h)):
         inputs = jax.tree.map(jax.sharding.reshard, inputs, specs)
     results = specs.h, spec_of([placement.experts])
-    # Outside of a `shard_map` of the user's, arrays are whole, and so are amaxes.
-    if run.recipe is not None and not run.recipe.reduce_amax:
-        part = partial(_run_part, run._replace(recipe=replace(run.recipe, reduce_amax=True)))
+    part = partial(_run_part, _with_shared_amaxes(run))  # outside of a `shard_map` of the user's arrays are whole
     if any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types):
         return run_inside_shard_map(part, inputs, specs, results, placement.shards)
     return jax.shard_map(part, in_specs=(specs,), out_specs=results, axis_names=placement.shards)(inputs)
+
+
+def _with_shared_amaxes(run: ExpertRun) -> ExpertRun:
+    if run.recipe is None or run.recipe.reduce_amax:
+        return run
+    return run._replace(recipe=replace(run.recipe, reduce_amax=True))
+
+
+def _with_shared_scales(run: ExpertRun, inputs: ExpertInputs) -> ExpertRun:
+    """What arrives is read by this device's scales, so they must be those of all. Raises ValueError where not."""
+    if run.recipe is None or not run.placement.crossed:
+        return run
+    x = None if inputs.metas is None else inputs.metas[0].x
+    if x is not None and varying_axes(x.scale) & {*run.placement.crossed}:
+        raise ValueError(
+            f"moe: the scale of x in metas differs along mesh axes {run.placement.crossed}, which tokens cross; pass "
+            "the same state to all devices (in_specs of `jax.shard_map` without these axes)."
+        )
+    return _with_shared_amaxes(run)
 
 
 def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:
