@@ -61,7 +61,7 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     part = partial(_run_part, run)
     if not placement.shards:
         y, lost = part(inputs)
-        return y, lax.all_gather(lost, placement.experts, tiled=True)
+        return y, _of_all_experts(lost, placement)
     inputs = inputs._replace(wi=_from_zeros(inputs.wi), wo=_from_zeros(inputs.wo))
     specs = _specs(inputs, placement)
     if on_explicit_mesh(jax.typeof(inputs.h)):
@@ -73,6 +73,13 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     if any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types):
         return run_inside_shard_map(part, inputs, specs, results, placement.shards)
     return jax.shard_map(part, in_specs=(specs,), out_specs=results, axis_names=placement.shards)(inputs)
+
+
+def _of_all_experts(lost: jax.Array, placement: ExpertPlacement) -> jax.Array:
+    """i32[E] of all devices' experts, the same on all of them, from the counts of each device's own."""
+    devices = jnp.arange(placement.devices(placement.experts), dtype=jnp.int32)
+    here = devices[:, None] == lax.axis_index(placement.experts)
+    return lax.psum(jnp.where(here, lost, 0).reshape(-1), placement.experts)
 
 
 def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:
