@@ -9,13 +9,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import RECIPES, B, H, S, close, layer, metas, normal, rounded, spec_of_weights, weights
+from expert_cases import RECIPES, B, E, H, S, close, layer, metas, normal, rounded, spec_of_weights, weights
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 from te_jax import checkpoint_policies
-from te_jax.layers import MoEOptions, QuantizedKernel, moe, quantize_experts
+from te_jax.layers import ExpertExchange, MoEOptions, QuantizedKernel, moe, quantize_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, global_shard_guard
@@ -71,6 +71,50 @@ def test_remat_of_a_stage(rng):
 
     for got, want in staged("Auto", normal(rng, B, S, H), weights(rng), normal(rng, B, S, H), run):
         close(got, want)
+
+
+@partial(jax.jit, static_argnames=("axes", "per_sequence_loss", "exchange"))
+def routed(router, w, x, dy=None, axes=(), **more):
+    """MoEAux, and the gradients of router and bias, of both losses, and of the mean over `axes` of y dy."""
+
+    def loss(router):
+        options = MoEOptions(RouterOptions(2), **more)
+        y, aux = moe(x, router[0], *w, options=options, expert_bias=router[1])
+        mean = 0 if dy is None else jnp.mean(y * dy)
+        return 0.3 * aux.balancing_loss + 0.2 * aux.z_loss + (jax.lax.pmean(mean, axes) if axes else mean), aux
+
+    grads, aux = jax.grad(loss, has_aux=True)(router)
+    return aux, grads
+
+
+@pytest.mark.parametrize("case", ["ep", "dp", "cp", "pp"])
+def test_statistics_are_of_the_batch(case, rng):
+    """Where all axes are manual, counts, losses, and what router and bias get of them, are one device's, and so the
+    same on all that share the batch. Stages share none."""
+    x, (gate, *w), dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H) if case == "dp" else None
+    routers = [(by * gate, 0.1 * by * normal(rng, E)) for by in ((1, 2) if case == "pp" else (1,))]
+    options = dict(per_sequence_loss=case == "cp")
+    exchange = ExpertExchange(rows_factor=0.5 if case == "ep" else None)
+    sizes, of_stages = {case: 2, "ep": 2}, P("pp" if case == "pp" else None)
+    mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    tokens = {"dp": P(("dp", "ep")), "cp": P("ep", "cp")}.get(case, P("ep"))
+
+    def part(routers, *rest):
+        of_stage = jax.tree.map(lambda a: a[0], routers)
+        axes = tuple(axis for axis in sizes if axis != "pp")
+        return jax.tree.map(lambda a: a[None], routed(of_stage, *rest, axes=axes, exchange=exchange, **options))
+
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(**{f"{axis}_resource": axis for axis in sizes})):
+        shards = jax.shard_map(
+            part, in_specs=(of_stages, list(spec_of_weights()[1:]), tokens, tokens), out_specs=of_stages
+        )
+        got = jax.jit(shards)(jax.tree.map(lambda *a: jnp.stack(a), *routers), w, x, dy)
+    for i, router in enumerate(routers):
+        (aux, grads), (want, want_grads) = jax.tree.map(lambda a, i=i: a[i], got), routed(router, w, x, dy, **options)
+        close((aux._replace(dropped=want.dropped), grads), (want, want_grads))
+        of_device = want.counts.reshape(2, -1).sum(-1)
+        lost = jnp.maximum(of_device - B * S // 2, 0) if case == "ep" else 0  # half of the mean has rows
+        assert (aux.dropped.reshape(2, -1).sum(-1) == lost).all()
 
 
 # -- tokens of a device only -----------------------------------------------------------------------------------------

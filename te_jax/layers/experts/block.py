@@ -16,7 +16,7 @@ from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, numb
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import GEMM, STATISTICS, with_names
 from te_jax.core.products import product
-from te_jax.core.types import align, like
+from te_jax.core.types import align, like, varying_axes
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.experts.devices import (
     EXCHANGE,
@@ -36,6 +36,7 @@ from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
+from te_jax.sharding.resource import current_mesh_resource, stage_axes
 from te_jax.state import fp8
 
 _ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
@@ -131,7 +132,7 @@ def moe(
     wo:          [E, F, H]; likewise.
     wi_bias:     a tuple of arrays [E, F], or an array, as wi. wo_bias: [E, H].
     expert_bias: f32[E], added to the scores only for the choice (`route`). It has no gradient: its cotangent is
-                 `MoEAux.counts`, which autodiff adds up over microbatches and devices, for `updated_expert_bias`.
+                 the counts of tokens, which autodiff adds up over microbatches and devices, for `updated_expert_bias`.
     gamma, beta, norm, zero_centered_gamma, epsilon: as of `layernorm`; [H].
     residual:    True: x is added to y. Or an array of y's shape and type.
     recipe:      None for products in x's type, else a recipe. Where it scales whole tensors, h and the gradient of y
@@ -153,7 +154,9 @@ def moe(
     experts as `options.exchange` says, in FP8 under a recipe; y, counts and losses are as on one device. So it is
     inside the user's own `jax.shard_map` over other axes, as of pp_resource; there policies of `jax.checkpoint` keep
     nothing of the experts, which run again. Inside the user's own `jax.shard_map` over ep_resource, wi, wo and biases
-    hold the device's experts; counts and losses are of the device's own tokens there. Where nothing divides experts,
+    hold the device's experts. Inside any of the user's own, MoEAux is of the tokens of all devices along the mesh axes
+    over which x varies, but pp_resource, and the same on them; the capacity is of the device's own tokens. With
+    check_vma=False, which hides those axes, MoEAux is of the device's own tokens, too. Where nothing divides experts,
     but Auto axes of the MeshResource split tokens, each device has all experts and a buffer of its own tokens' rows. On
     Explicit meshes without divided experts the buffer of rows is whole on every device but for F and H.
 
@@ -177,12 +180,14 @@ def moe(
     check_residual(name, x if through else added, x.shape, x.dtype)
     of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
     h, x = _norm_first(x, gamma, beta, through, of_norm)
-    routing, aux = _routing(h, gate_kernel, expert_bias, options)
+    batch = _axes_of_batch(h)
+    routing, aux = _routing(h, gate_kernel, expert_bias, options, batch)
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
     y, lost = run_on_devices(run, ExpertInputs(h, routing.weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
-    aux = aux if lost is None else aux._replace(dropped=aux.dropped + lost)
+    if lost is not None:  # of all devices along the axes of experts
+        aux = aux._replace(dropped=aux.dropped + _over(lax.psum, lost, batch - {*placement.experts}))
     y = like(y, h)  # tokens keep their place: rows are split as wo is
-    y = y if expert_bias is None else _with_counts(*align(y, expert_bias, aux.counts))
+    y = y if expert_bias is None else _with_counts(*align(y, expert_bias, routing.counts))
     added = x if through else added
     return y if added is None else y + added, aux
 
@@ -245,8 +250,18 @@ def _check_recipe(name, recipe, metas, options):
 # ---- the router ------------------------------------------------------------------------------------------------------
 
 
-def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing, MoEAux]:
-    """The routing, in which pairs beyond the capacity have the expert E, and the MoEAux."""
+def _axes_of_batch(h) -> frozenset[str]:
+    """The manual mesh axes along which devices have other tokens of one batch: not stages, which have other layers."""
+    return varying_axes(h) - stage_axes()
+
+
+def _over(collective, a, axes: frozenset[str]):
+    return collective(a, tuple(sorted(axes))) if axes else a
+
+
+def _routing(h, gate_kernel, expert_bias, options: MoEOptions, batch: frozenset[str]) -> tuple[Routing, MoEAux]:
+    """The routing of the tokens here, in which pairs beyond the capacity have the expert E; and the MoEAux of the
+    tokens of all devices along the mesh axes `batch`."""
     precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32, since the logits decide
     h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
@@ -254,7 +269,13 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
     logits = with_names(product("router")(dot)(h, *axes, jnp.float32, precision, spec), GEMM)
     routing = with_names(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
     unbiased = routing if expert_bias is None else route(logits, options.router)
-    balancing = load_balancing_loss(logits, unbiased.experts, options.router, per_sequence=options.per_sequence_loss)
+    one_mean = batch
+    if options.per_sequence_loss:
+        resource = current_mesh_resource()
+        one_mean = batch & (set() if resource is None else {resource.cp_resource, resource.tpsp_resource})
+    of_loss = dict(per_sequence=options.per_sequence_loss, across=tuple(sorted(one_mean)))
+    balancing = load_balancing_loss(logits, unbiased.experts, options.router, **of_loss)
+    losses = _over(lax.pmean, balancing, batch - one_mean), _over(lax.pmean, z_loss(logits), batch)
     experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
@@ -266,7 +287,8 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions) -> tuple[Routing,
         place = groups.rows - jnp.sum(jnp.where(is_expert, of_expert(groups.offsets[:-1]), 0), -1)
         experts = jnp.where(place < capacity, experts, num_experts)
         dropped = jnp.maximum(routing.counts - capacity, 0)
-    return routing._replace(experts=experts), MoEAux(balancing, z_loss(logits), routing.counts, dropped)
+    counts, dropped = (_over(lax.psum, a, batch) for a in (routing.counts, dropped))
+    return routing._replace(experts=experts), MoEAux(*losses, counts, dropped)
 
 
 @custom_vjp()

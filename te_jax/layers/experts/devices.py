@@ -134,7 +134,7 @@ def find_placement(
     if on_explicit_mesh(jax.typeof(x)):
         found = _of_types(x, wi)
     else:
-        found = _of_resource(x, wi, token_spec)
+        found = _of_resource(name, x, wi, token_spec)
     if found is None:
         return None
     devices = found.devices(found.experts)
@@ -172,10 +172,15 @@ def _of_types(x, wi) -> ExpertPlacement | None:
     return ExpertPlacement(entries(jax.typeof(x))[:-1], experts, hidden, shards, tuple(mesh.shape.items()))
 
 
-def _of_resource(x, wi, token_spec) -> ExpertPlacement | None:
+def _of_resource(name, x, wi, token_spec) -> ExpertPlacement | None:
     mesh, resource = jax.sharding.get_abstract_mesh(), current_mesh_resource()
     sizes = tuple(mesh.shape.items())
     if experts := _divided_axes(AxisType.Manual):
+        if not varying_axes(jax.lax.axis_index(experts)):
+            raise ValueError(
+                f"{name}: experts are divided along {experts} inside a jax.shard_map(check_vma=False), which hides whose "
+                "tokens x has; leave check_vma True, or ep_resource None."
+            )
         tokens = tuple(axis for axis in experts if axis in varying_axes(x))
         return ExpertPlacement((tokens,), experts, (), frozenset(), sizes)
     experts = _divided_axes(AxisType.Auto)

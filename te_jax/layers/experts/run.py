@@ -60,7 +60,7 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
         return _run_experts_on(run, inputs, None, None), None
     if not placement.shards:
         y, lost = _run_part(_with_shared_scales(run, inputs), inputs)
-        return y, lax.all_gather(lost, placement.experts, tiled=True)
+        return y, _of_all_experts(lost, placement)
     inputs = inputs._replace(wi=_from_zeros(inputs.wi), wo=_from_zeros(inputs.wo))
     specs = _specs(inputs, placement)
     if on_explicit_mesh(jax.typeof(inputs.h)):
@@ -89,6 +89,13 @@ def _with_shared_scales(run: ExpertRun, inputs: ExpertInputs) -> ExpertRun:
             "the same state to all devices (in_specs of `jax.shard_map` without these axes)."
         )
     return _with_shared_amaxes(run)
+
+
+def _of_all_experts(lost: jax.Array, placement: ExpertPlacement) -> jax.Array:
+    """i32[E] of all devices' experts, the same on all of them, from the counts of each device's own."""
+    devices = jnp.arange(placement.devices(placement.experts), dtype=jnp.int32)
+    here = devices[:, None] == lax.axis_index(placement.experts)
+    return lax.psum(jnp.where(here, lost[None], 0).reshape(-1), placement.experts)
 
 
 def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:

@@ -275,7 +275,12 @@ _route.defvjp(_route_fwd, _route_bwd)
 
 
 def load_balancing_loss(
-    logits: jax.Array, experts: jax.Array, options: RouterOptions, *, per_sequence: bool = False
+    logits: jax.Array,
+    experts: jax.Array,
+    options: RouterOptions,
+    *,
+    per_sequence: bool = False,
+    across: tuple[str, ...] = (),
 ) -> jax.Array:
     """f32[]: E / (T k) * sum over experts of (pairs of a token and a choice) * (mean score), 1 for even loads.
 
@@ -287,6 +292,8 @@ def load_balancing_loss(
     experts:      integers [..., T, k], of `route`. Liu et al. count the choice that is made without a bias:
                   `route(logits, options).experts`.
     per_sequence: the mean of each sequence's own loss, T being the tokens of one; else all tokens are one batch.
+    across:       inside `jax.shard_map`, mesh axes whose devices have other tokens of the batch, or of these sequences:
+                  pairs and scores are means over their devices before they are multiplied.
 
     Without tokens it is 0; a NaN among the logits makes it NaN. Raises ValueError or TypeError for arguments
     that do not fit.
@@ -307,7 +314,9 @@ def load_balancing_loss(
         scores = _over_sum(jax.nn.sigmoid(logits), logits)
     tokens = (logits.ndim - 2,) if per_sequence else tuple(range(logits.ndim - 1))
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), -2)
-    each = jnp.sum(_mean(chosen, tokens) * _mean(scores, tokens), -1)
+    means = (_mean(a, tokens) for a in (chosen, scores))
+    pairs, score = (lax.pmean(mean, across) if across else mean for mean in means)
+    each = jnp.sum(pairs * score, -1)
     return num_experts / options.topk * _mean(each, tuple(range(each.ndim)))
 
 
