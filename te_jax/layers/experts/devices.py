@@ -178,8 +178,8 @@ def _of_resource(name, x, wi, token_spec) -> ExpertPlacement | None:
     if experts := _divided_axes(AxisType.Manual):
         if not varying_axes(jax.lax.axis_index(experts)):
             raise ValueError(
-                f"{name}: experts are divided along {experts} inside a jax.shard_map(check_vma=False), which hides whose "
-                "tokens x has; leave check_vma True, or ep_resource None."
+                f"{name}: experts are divided along {experts} inside a jax.shard_map(check_vma=False), which hides "
+                "whose tokens x has; leave check_vma True, or ep_resource None."
             )
         tokens = tuple(axis for axis in experts if axis in varying_axes(x))
         return ExpertPlacement((tokens,), experts, (), frozenset(), sizes)
