@@ -35,7 +35,7 @@ from te_jax.ops.attention.vjp import attention_bwd_of
 from te_jax.ops.quantize.array import quantize
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.sharding.resource import stage_axes
-from te_jax.state.fp8 import AttentionMetas, TensorMeta, cotangent, observation
+from te_jax.state.fp8 import AttentionMetas, TensorMeta, cotangent, observation, reduced_axes
 
 _NAME = "te_jax.layers.attention_fp8"
 _ATTENTION_METAS = Kind("fp8.AttentionMetas", lambda metas: isinstance(metas, AttentionMetas))
@@ -151,10 +151,11 @@ def _scales(metas: AttentionMetas) -> AttentionMetas:
     return AttentionMetas(*(jnp.clip(meta.scale, 1 / LARGEST_SCALE, LARGEST_SCALE) for meta in metas))
 
 
-def _store(x, meta: TensorMeta, scale, dtype) -> tuple[jax.Array, jax.Array]:
+def _store(x, meta: TensorMeta, scale, dtype, config: _Config) -> tuple[jax.Array, jax.Array]:
     """-> x [b..., s, h, d] in FP8, and its amax as `fp8.cotangent` takes it."""
     data, amax = quantize(x, scale, outputs=("data", "amax"), split=x.ndim - 2, dtype=dtype)
-    return data, observation(meta, amax, scale, lambda: x, dtype)
+    across = reduced_axes(amax, config.recipe, config.stage_axes)
+    return data, observation(meta, amax, scale, lambda: x, dtype, across=across)
 
 
 def _dequantize(data, scale, dtype) -> jax.Array:
@@ -168,7 +169,7 @@ def _attention(q, k, v, metas, config):
 
 def _attention_fp8_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
-    operands, amaxes = zip(*map(partial(_store, dtype=dtype), (q, k, v), metas, by))
+    operands, amaxes = zip(*map(partial(_store, dtype=dtype, config=config), (q, k, v), metas, by))
     operands = with_names(operands, QUANTIZED)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **config.attrs)
     # cuDNN's amax drops a NaN of the output; the operands' amaxes do not.
@@ -194,7 +195,7 @@ _attention.defvjp(_attention_fp8_fwd, _attention_fp8_bwd)
 def _fp8_grads(config, saved: _Saved, dout):
     """-> (dq, dk, dv), and the amaxes of (do, dq, dk, dv, dp)."""
     by, dtype = _scales(saved.metas), config.recipe.fp8_format.dtype("bwd")
-    data, do_amax = _store(dout, saved.metas.do, by.do, dtype)
+    data, do_amax = _store(dout, saved.metas.do, by.do, dtype, config)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
     *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, saved.out, saved.lse, scales, **config.attrs)
     grads = (_dequantize(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))

@@ -67,7 +67,9 @@ def produce(
     if "amax" in got:
         one_state = bool(source.scales) and role.meta.scale.ndim == 0  # of all experts
         amax, experts = (amax_of(got["amax"]), None) if one_state else (got["amax"], source.experts)
-        got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype, experts)
+        unshared = config.unshared_axes(role.meta is not None and role.meta.scale.ndim > 0)
+        across = fp8.reduced_axes(amax, recipe, unshared)
+        got["amax"] = fp8.observation(role.meta, amax, scale, lambda: source.exact(dtype), dtype, experts, across)
     if scale is not None and "scale_inv" not in got:
         got["scale_inv"] = invert(scale)
     fields = {name: got[name] for name in Fp8Tensor._fields if name in got}

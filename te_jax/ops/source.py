@@ -13,11 +13,11 @@ from te_jax.ops.producers import Producer
 
 
 class PerExpert(NamedTuple):
-    """How numbers of E experts, f32[E], meet the elements of a tensor."""
+    """How numbers of E experts, f32[E], or of all of them, f32[], meet the elements of a tensor."""
 
     spread: Callable[[jax.Array], jax.Array]  # f32[E] -> what the elements, each by its expert's, are multiplied by
-    total: Callable[[jax.Array], jax.Array]  # f32, of all axes of the elements but the last -> its sums, f32[E]
-    size: jax.Array  # f32[E], of elements; at least 1
+    total: Callable[[jax.Array], jax.Array]  # f32, of all axes of the elements but the last -> its sums
+    size: jax.Array  # how many elements there are
 
 
 class Source(NamedTuple):
@@ -30,7 +30,7 @@ class Source(NamedTuple):
     split: int  # axes in m
     scales: tuple[int, ...] = ()  # the shape of the scale that the op takes: [E] of the weights of experts
     elements: Callable[[], jax.Array] | None = None  # -> the tensor's elements, where the result has other ones, too
-    experts: PerExpert | None = None  # whose the elements are, where `scales` is [E]
+    experts: PerExpert | None = None  # whose the elements are, where `scales` is [E] or some are none
     # (names, FP8 type, scale) -> results of the op that writes both layouts in one array, the result `paired`
     paired: Callable[..., dict[str, jax.Array]] | None = None
 

@@ -341,6 +341,7 @@ def observation(
     exact: Callable[[], jax.Array],
     dtype: DTypeLike,
     experts: PerExpert | None = None,
+    across: frozenset[str] = frozenset(),
 ) -> jax.Array:
     """The amax (f32[]) of a tensor that a layer quantized to `dtype` with `scale`; for a probed one f32[4]: its amax,
     the scale, the fraction of its elements that are beyond the largest FP8 value (inf too), and the fraction of its
@@ -348,17 +349,27 @@ def observation(
 
     exact:   -> the tensor before it was quantized, called only for a probe.
     experts: of a tensor that has an amax and a scale for each expert, f32[E]: the result is then f32[E] or f32[E, 4].
+    across:  the mesh axes of `reduced_axes`: elements are counted on all devices along them.
     """
     if meta is None or meta.amax.ndim == meta.scale.ndim:
         return amax
     x, limits = exact().astype(jnp.float32), jnp.finfo(dtype)
-    spread, total, size = experts or (lambda a: a, jnp.sum, float(max(x.size, 1)))
+    spread, total, size = experts or (lambda a: a, jnp.sum, float(x.size))
     scaled = jnp.abs(x * spread(scale))
     count = lambda mask: total(jnp.count_nonzero(mask, axis=-1).astype(jnp.float32))  # integers end at 2**31
     beyond = count(scaled > float(limits.max))
     # By size, for XLA may drop a cast to FP8 and back; half of the smallest number is rounded to the even one, 0.
     lost = count((x != 0) & (scaled <= float(limits.smallest_subnormal) / 2))
-    return jnp.stack([amax, scale, beyond / size, lost / jnp.maximum(count(x != 0), 1)], -1)
+    counts = beyond, size, lost, count(x != 0)
+    # What several devices have alike enters the sums of parts and wholes as often.
+    beyond, size, lost, other = lax.psum(counts, tuple(sorted(across))) if across else counts
+    return jnp.stack([amax, scale, beyond / jnp.maximum(size, 1), lost / jnp.maximum(other, 1)], -1)
+
+
+def reduced_axes(amax: jax.Array, recipe: Recipe, unshared: frozenset[str]) -> frozenset[str]:
+    """Inside `shard_map`, the mesh axes whose devices' parts of a tensor with this amax have one state: all over which
+    it varies but the `unshared` ones; none where the recipe forbids that."""
+    return varying_axes(amax) - unshared if recipe.reduce_amax else frozenset()
 
 
 def cotangent(
@@ -390,7 +401,7 @@ def cotangent(
             f"DelayedScaling(reduce_amax=False): fp8_metas do not vary over mesh axis {sorted(shared)}, but the "
             "tensor does; pass fp8_metas sharded over that axis, or use reduce_amax=True."
         )
-    if reduced := (varying_axes(amax) - stage_axes if recipe.reduce_amax else shared):
+    if reduced := (reduced_axes(amax, recipe, stage_axes) if recipe.reduce_amax else shared):
         amax = amax_across(amax, tuple(sorted(reduced)))
     lacks = tuple(sorted(varying_axes(meta.amax) - varying_axes(amax)))
     amax = lax.pcast(amax, lacks, to="varying") if lacks else amax

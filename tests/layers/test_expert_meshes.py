@@ -19,7 +19,7 @@ from te_jax.layers import ExpertExchange, MoEOptions, QuantizedKernel, moe, quan
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, global_shard_guard
-from te_jax.state.fp8 import TensorMeta
+from te_jax.state import fp8
 
 # -- inside a jax.shard_map ------------------------------------------------------------------------------------------
 
@@ -174,18 +174,15 @@ def test_sums_of_gradients(rng):
 
 
 def test_probes(rng):
-    """Amaxes and scales of probed tensors are as on one device; the fractions are the largest of all devices."""
+    """What is said of probed tensors is as on one device; each element counts once, wherever its expert is."""
     x, w, dy = normal(rng, B, S, H), weights(rng), rounded(normal(rng, B, S, H))
-    probed = jax.tree.map(lambda meta: meta._replace(amax=jnp.zeros((*meta.scale.shape, 4))), metas(), is_leaf=is_meta)
+    is_meta = lambda a: isinstance(a, fp8.TensorMeta)
+    of_probe = lambda meta: fp8.TensorMeta(16 * meta.scale, jnp.zeros((*meta.scale.shape, 4)))  # so that some saturate
+    probed = jax.tree.map(of_probe, metas(), is_leaf=is_meta)
     run = jax.jit(lambda: layer(x, w, probed, dy, how=RECIPES["delayed"])[2][2])
     want = run()
     mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", ep_resource="ep")):
         got = run()
-    for a, b in zip(jax.tree.leaves(got, is_leaf=is_meta), jax.tree.leaves(want, is_leaf=is_meta), strict=True):
-        close(a.amax[..., :2], b.amax[..., :2])
-        assert (a.amax[..., 2:] >= b.amax[..., 2:] - 1e-6).all()
-
-
-def is_meta(a):
-    return isinstance(a, TensorMeta)
+    told = lambda metas: [list(jnp.moveaxis(m.amax, -1, 0)) for m in jax.tree.leaves(metas, is_leaf=is_meta)]
+    close(told(got), told(want))  # each number within a part of itself

@@ -185,7 +185,7 @@ def moe(
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
     y, lost = run_on_devices(run, ExpertInputs(h, routing.weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
     if lost is not None:  # of all devices along the axes of experts
-        aux = aux._replace(dropped=aux.dropped + _over(lax.psum, lost, batch - {*placement.experts}))
+        aux = aux._replace(dropped=aux.dropped + _shared_over(lax.psum, lost, batch - {*placement.experts}))
     y = like(y, h)  # tokens keep their place: rows are split as wo is
     y = y if expert_bias is None else _with_counts(*align(y, expert_bias, routing.counts))
     added = x if through else added
@@ -255,7 +255,7 @@ def _axes_of_batch(h) -> frozenset[str]:
     return varying_axes(h) - stage_axes()
 
 
-def _over(collective, a, axes: frozenset[str]):
+def _shared_over(collective, a, axes: frozenset[str]):
     return collective(a, tuple(sorted(axes))) if axes else a
 
 
@@ -275,7 +275,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions, batch: frozenset[
         one_mean = batch & (set() if resource is None else {resource.cp_resource, resource.tpsp_resource})
     of_loss = dict(per_sequence=options.per_sequence_loss, across=tuple(sorted(one_mean)))
     balancing = load_balancing_loss(logits, unbiased.experts, options.router, **of_loss)
-    losses = _over(lax.pmean, balancing, batch - one_mean), _over(lax.pmean, z_loss(logits), batch)
+    losses = _shared_over(lax.pmean, balancing, batch - one_mean), _shared_over(lax.pmean, z_loss(logits), batch)
     experts, dropped = routing.experts, jnp.zeros_like(routing.counts)
     if options.capacity_factor is not None:
         num_experts = logits.shape[-1]
@@ -287,7 +287,7 @@ def _routing(h, gate_kernel, expert_bias, options: MoEOptions, batch: frozenset[
         place = groups.rows - jnp.sum(jnp.where(is_expert, of_expert(groups.offsets[:-1]), 0), -1)
         experts = jnp.where(place < capacity, experts, num_experts)
         dropped = jnp.maximum(routing.counts - capacity, 0)
-    counts, dropped = (_over(lax.psum, a, batch) for a in (routing.counts, dropped))
+    counts, dropped = (_shared_over(lax.psum, a, batch) for a in (routing.counts, dropped))
     return routing._replace(experts=experts), MoEAux(*losses, counts, dropped)
 
 

@@ -41,7 +41,7 @@ from te_jax.ops.experts.peers import combine_of_peers, tell_peers
 from te_jax.ops.experts.permute import Groups, combine_op, permute_fp8_source, permute_source
 from te_jax.ops.experts.rows import dbias_of_experts, grouped_activation_source
 from te_jax.ops.formats import ROWS_128, format_of
-from te_jax.ops.source import Source
+from te_jax.ops.source import PerExpert, Source
 
 
 class ExpertOperands(NamedTuple):
@@ -94,7 +94,10 @@ def rows_source(x: jax.Array | Received, groups: Groups, weights: jax.Array | No
         return jnp.where(has_row[..., None], values[..., None, :].astype(jnp.float32) * weights[..., None], 0)
 
     source = permute_fp8_source(x.data, groups, x.scales, weights) if in_fp8 else permute_source(x, groups, weights)
-    return source._replace(elements=tokens)
+    if weights is None:
+        return source._replace(elements=tokens)
+    size = jnp.sum(groups.counts).astype(jnp.float32) * source.operands[0].shape[-1]
+    return source._replace(elements=tokens, experts=PerExpert(lambda a: a, jnp.sum, size))
 
 
 def rows_of_tokens(rows: jax.Array, groups: Groups, weights: jax.Array | None = None) -> jax.Array:
@@ -141,8 +144,8 @@ def _rows_of_tokens_here(x, routed: Routed, role: Role, static: ExpertStatic) ->
     if routed.sent is None:
         return produce(rows_source(x, routed.groups), role, static.wi)[0]
     if role.uses.wide:  # a GEMM that the recipe takes out of FP8 reads it as it is
-        x = dispatch(x, routed.sent, static.exchange)
-        return produce(rows_source(x, routed.groups), role, static.wi)[0]
+        source = rows_source(dispatch(x, routed.sent, static.exchange), routed.groups)
+        return produce(source._replace(elements=lambda: x), role, static.wi)[0]  # a probe counts a token once
     return receive_rows(x, routed.groups, routed.sent, role, static.wi, static.exchange)
 
 

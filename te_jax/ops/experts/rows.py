@@ -245,4 +245,4 @@ def _experts_of_rows(groups: Groups, row: tuple[int, ...]) -> PerExpert:
         sums = dbias_of_experts(x, groups.offsets, groups.counts)
         return jnp.sum(sums, tuple(range(1, sums.ndim)))
 
-    return PerExpert(spread, total, jnp.maximum(groups.counts.astype(jnp.float32) * prod(row), 1.0))
+    return PerExpert(spread, total, groups.counts.astype(jnp.float32) * prod(row))

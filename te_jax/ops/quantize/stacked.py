@@ -62,7 +62,7 @@ def stacked_source(weight: jax.Array, beside: jax.Array | None = None, stack: in
     experts = PerExpert(
         lambda of_expert: jnp.expand_dims(of_expert, tuple(range(stack, weight.ndim + slots - 1))),
         lambda x: jnp.sum(x, tuple(range(stack, x.ndim))),
-        jnp.full(weight.shape[:stack], float(max(slots * prod(weight.shape[stack:]), 1))),
+        jnp.full(weight.shape[:stack], float(slots * prod(weight.shape[stack:]))),
     )
     attrs = dict(stack=stack, slots=int(beside is not None), split=split)
     elements = lambda: _side_by_side(weight, beside, stack + split)
