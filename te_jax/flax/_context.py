@@ -20,7 +20,38 @@ from te_jax.sharding import (
     logical_axis_map,
     reorder_causal_load_balancing,
 )
-from te_jax.sharding.resource import check_cuts_sequence_alone
+from te_jax.sharding.resource import check_cuts_sequence_alone, check_in_mesh, is_manual
+
+
+def _asked(module: nn.Module) -> str | None:
+    field, resource = module.context_parallel_axis, current_mesh_resource()
+    return field or (resource.cp_resource if field == "" and resource is not None else None)
+
+
+def cutting_axis(module: nn.Module, needed: bool = False) -> str | None:
+    """The mesh axis of several devices that cuts the sequence, by the field context_parallel_axis of `module` and the
+    MeshResource in force. Without a mesh that is every axis where there is one device, and all that counts while
+    `module` is initializing are shapes. needed: there must be a mesh that has the axis of the MeshResource.
+
+    Raises ValueError for an axis that the mesh lacks, or that shards something else.
+    """
+    axis, field, mesh = _asked(module), module.context_parallel_axis, jax.sharding.get_abstract_mesh()
+    if axis is None or (not mesh.axis_names and not field and not needed):
+        return None
+    given = f"context_parallel_axis is {axis!r}" if field else f"cp_resource of the MeshResource is {axis!r}"
+    given = f"{describe(module)}: {given}"
+    if not mesh.axis_names and (module.is_initializing() or jax.device_count() == 1):
+        return None
+    check_in_mesh(given, axis)
+    if mesh.shape[axis] == 1:
+        return None
+    check_cuts_sequence_alone(given, axis, current_mesh_resource())
+    return axis
+
+
+def tokens_of_device(rows: jax.Array, axis: str, length: int) -> jax.Array:
+    """The `length` tokens of this device, of rows [..., s] of all: inside a `jax.shard_map` over `axis`."""
+    return jax.lax.dynamic_slice_in_dim(rows, jax.lax.axis_index(axis) * length, length, rows.ndim - 1)
 
 
 class Context(NamedTuple):
@@ -34,32 +65,21 @@ class Context(NamedTuple):
     @classmethod
     def of(cls, module: nn.Module) -> "Context | None":
         """The context that the fields of `module` and the MeshResource in force ask for; None: the sequence is not cut,
-        or it is cut along an axis of one device. Without a mesh that is every axis where there is one device, and all
-        that counts while `module` is initializing are shapes.
+        or it is cut along an axis of one device.
 
-        Raises ValueError for an axis that the mesh lacks, or that shards something else.
+        Raises what `cutting_axis` raises, and ValueError for a balanced order of a sequence that no axis cuts.
         """
-        strategy = module.context_parallel_strategy
-        field, resource = module.context_parallel_axis, current_mesh_resource()
-        balanced, mesh = module.context_parallel_causal_load_balanced, jax.sharding.get_abstract_mesh()
-        axis = field or (resource.cp_resource if field == "" and resource is not None else None)
-        if axis is None or (not mesh.axis_names and not field and not balanced):
-            if balanced:
-                raise ValueError(
-                    f"{describe(module)}: context_parallel_causal_load_balanced is True, but no axis cuts the "
-                    "sequence; set context_parallel_axis, or MeshResource(cp_resource=...)."
-                )
+        balanced = module.context_parallel_causal_load_balanced
+        if balanced and _asked(module) is None:
+            raise ValueError(
+                f"{describe(module)}: context_parallel_causal_load_balanced is True, but no axis cuts the "
+                "sequence; set context_parallel_axis, or MeshResource(cp_resource=...)."
+            )
+        axis = cutting_axis(module, needed=balanced)
+        if axis is None:
             return None
-        given = f"context_parallel_axis is {axis!r}" if field else f"cp_resource of the MeshResource is {axis!r}"
-        if not mesh.axis_names and (module.is_initializing() or jax.device_count() == 1):
-            return None
-        if axis not in mesh.axis_names:
-            has = f"has the axes {mesh.axis_names}" if mesh.axis_names else "is none; enter jax.set_mesh(mesh)"
-            raise ValueError(f"{describe(module)}: {given}, but the mesh in force {has}.")
-        if mesh.shape[axis] == 1:
-            return None
-        check_cuts_sequence_alone(f"{describe(module)}: {given}", axis, resource)
-        return cls(axis, mesh.shape[axis], balanced, STRATEGIES[strategy.upper()])
+        size = jax.sharding.get_abstract_mesh().shape[axis]
+        return cls(axis, size, balanced, STRATEGIES[module.context_parallel_strategy.upper()])
 
     def cut(self, module: nn.Module, q, k) -> Cut:
         """The cut of q [b, s, h, d] and k [b, t, g, d]; the MeshResource in force says the mesh axes of batch and heads
@@ -82,8 +102,7 @@ class Context(NamedTuple):
 
         side: 0 for queries, 1 for keys.
         """
-        mesh = jax.sharding.get_abstract_mesh()
-        inside = dict(zip(mesh.axis_names, mesh.axis_types))[self.axis] == AxisType.Manual
+        inside = is_manual(self.axis)
         whole = length * self.size if inside else length
         if descriptor is not None:
             at = descriptor.tokens(whole, whole)[side][1]
@@ -94,6 +113,4 @@ class Context(NamedTuple):
             at = jnp.arange(whole)
         else:
             return None
-        if not inside:
-            return at
-        return jax.lax.dynamic_slice_in_dim(at, jax.lax.axis_index(self.axis) * length, length, at.ndim - 1)
+        return tokens_of_device(at, self.axis, length) if inside else at

@@ -410,23 +410,6 @@ def experts_take_the_place_of_the_mlp(module) -> str | None:
             return f"{name} is {value}, which experts have not; leave it out, or moe"
 
 
-def mixers_stand_alone(module) -> str | None:
-    """`ssm`, and `sublayers` other than "both", are for an encoder without `parallel_attention_mlp`; `ssm` goes without
-    `transpose_batch_sequence`, `context_parallel_causal_load_balanced` and relative embedding."""
-    one = module.sublayers != "both"
-    asked = f"sublayers is {module.sublayers!r}" if one else "ssm is given"
-    if (one or module.ssm is not None) and (is_decoder(module) or module.parallel_attention_mlp):
-        other = 'layer_type is "decoder"' if is_decoder(module) else "parallel_attention_mlp is True"
-        return f"{asked}, but {other}; leave one of them out"
-    lacks = {
-        name: getattr(module, name) for name in ("transpose_batch_sequence", "context_parallel_causal_load_balanced")
-    }
-    lacks["relative embedding"] = has_relative_embedding(module)
-    for name, on in lacks.items():
-        if module.ssm is not None and on:
-            return f"ssm is given, but {name} is on, which Mamba2 has not; leave one of them out"
-
-
 def relative_embedding_is_a_bias(module) -> str | None:
     """`self_attn_bias_type` and relative embedding go together: the layer has no other bias."""
     on, kind = has_relative_embedding(module), module.self_attn_bias_type

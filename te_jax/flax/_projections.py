@@ -167,10 +167,11 @@ def by_heads(module, name: str, x, width: int):
     if heads % devices == 0:
         axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
         return constrain(x.reshape(shape), activation_axes(module, *axes))
-    if module.num_attention_heads % devices:
+    field = "ssm_num_heads" if hasattr(module, "ssm_num_heads") else "num_attention_heads"
+    if (count := getattr(module, field)) % devices:
         raise ValueError(
-            f"{describe(module)}: num_attention_heads is {module.num_attention_heads}, but tensor parallelism over the "
-            f"mesh axes {names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
+            f"{describe(module)}: {field} is {count}, but tensor parallelism over the mesh axes "
+            f"{names} has {devices} devices; use a multiple of {devices} heads, or fewer devices."
         )
     return place_axis(x, -1, ()).reshape(shape)
 

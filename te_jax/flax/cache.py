@@ -70,7 +70,7 @@ class KVCache:
         self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
         self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
 
-        self._counts = self._lengths(mask, b)
+        self._counts = lengths_of(module, mask, b, self._s)
         token, counts = jnp.arange(self._s)[None], self._s if self._counts is None else self._counts[:, None]
         start = (self._index.value - self._padding.value)[:, None]
         self.positions = start + token
@@ -203,23 +203,6 @@ class KVCache:
             )
         return variable
 
-    def _lengths(self, mask, b: int) -> jax.Array | None:
-        """i32[b], how many of the call's tokens are not padding; None: all of them.
-
-        Tokens are queries and keys at once: of the two lengths in a descriptor, the queries' count.
-        """
-        if not isinstance(mask, SequenceDescriptor):
-            return None
-        lengths = None if mask.seqlens is None or mask.seq_offsets is not None else mask.seqlens[0]
-        if lengths is None or lengths.shape != (b,):
-            kind = "segments" if lengths is None else f"seqlens of shape {lengths.shape}"
-            raise ValueError(
-                f"{describe(self._module)}: the SequenceDescriptor has {kind}; with decode=True a row is one sequence "
-                f"with its padding on the right: pass SequenceDescriptor.from_seqlens(i32[{b}])."
-            )
-        warn_of_lengths(describe(self._module), "mask.seqlens", lengths, self._s)
-        return jnp.clip(lengths, 0, self._s).astype(jnp.int32)
-
     def _write(self, cached: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         """cached [b, T, g, d] with new [b, s, g, d] in the slots [b, s]; a slot out of bounds is dropped."""
         batch = self._batch
@@ -232,6 +215,25 @@ class KVCache:
         write = lambda row, tokens, at: row.at[at].set(tokens, mode="drop", unique_indices=True)
         out = jax.vmap(write, (batch, batch, 0), batch)(cached, new, slots)
         return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
+
+
+def lengths_of(module: nn.Module, mask: Any, b: int, s: int) -> jax.Array | None:
+    """i32[b], how many of the s tokens of a call that decodes are not padding; None: all of them.
+
+    Tokens are queries and keys at once: of the two lengths in a descriptor, the queries' count. Raises ValueError for
+    descriptors of segments or of other rows.
+    """
+    if not isinstance(mask, SequenceDescriptor):
+        return None
+    lengths = None if mask.seqlens is None or mask.seq_offsets is not None else mask.seqlens[0]
+    if lengths is None or lengths.shape != (b,):
+        kind = "segments" if lengths is None else f"seqlens of shape {lengths.shape}"
+        raise ValueError(
+            f"{describe(module)}: the SequenceDescriptor has {kind}; with decode=True a row is one sequence with its "
+            f"padding on the right: pass SequenceDescriptor.from_seqlens(i32[{b}])."
+        )
+    warn_of_lengths(describe(module), "mask.seqlens", lengths, s)
+    return jnp.clip(lengths, 0, s).astype(jnp.int32)
 
 
 def extent(module: nn.Module, child: str, s: int, max_decode_length: int | None) -> tuple[int, Any]:

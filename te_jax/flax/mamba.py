@@ -15,21 +15,28 @@ from te_jax.flax._common import (
     lora_scope,
     parameter,
 )
-from te_jax.flax._fields import Module, check_call, shared_fields
+from te_jax.flax._context import cutting_axis, tokens_of_device
+from te_jax.flax._fields import (
+    Module,
+    check_call,
+    has_relative_embedding,
+    is_decoder,
+    shared_fields,
+)
 from te_jax.flax._projections import by_heads, project_normed, project_output
 from te_jax.flax._state import describe
 from te_jax.flax.attention import mask_of_rows
-from te_jax.flax.cache import COLLECTION
+from te_jax.flax.cache import COLLECTION, lengths_of
 from te_jax.flax.dense import DenseGeneral
 from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers.mamba import MambaState, MambaWeights, mamba2
-from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.sharding import (
     W_FSDP_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
-    current_mesh_resource,
 )
+from te_jax.sharding.resource import is_manual
 
 CACHED = MambaState("x_conv_state", "B_conv_state", "C_conv_state", "ssm_state")
 
@@ -44,6 +51,34 @@ def _ssm_sizes_fit(module: Any) -> str | None:
             )
     if module.time_step_min > module.time_step_max:
         return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
+
+
+def mixers_stand_alone(module: Any) -> str | None:
+    """`ssm`, and `sublayers` other than "both", are for an encoder without `parallel_attention_mlp`; `ssm` goes without
+    `transpose_batch_sequence`, `context_parallel_causal_load_balanced`, relative embedding, `kv_lora_rank`, and a
+    `self_attn_mask_type` that is not causal. A layer that is "mlp" has no `ssm`, one that is "mixer" no `moe`."""
+    one = module.sublayers != "both"
+    asked = f"sublayers is {module.sublayers!r}" if one else "ssm is given"
+    if (one or module.ssm is not None) and (is_decoder(module) or module.parallel_attention_mlp):
+        other = 'layer_type is "decoder"' if is_decoder(module) else "parallel_attention_mlp is True"
+        return f"{asked}, but {other}; leave one of them out"
+    for name, kind in (("ssm", "mlp"), ("moe", "mixer")):
+        if getattr(module, name) is not None and module.sublayers == kind:
+            return f"{name} is given, but sublayers is {kind!r}, which has no use for it; set {name} None there"
+    if module.ssm is None:
+        return None
+    for name in ("transpose_batch_sequence", "context_parallel_causal_load_balanced"):
+        if getattr(module, name):
+            return f"ssm is given, but {name} is on, which Mamba2 has not; leave one of them out"
+    if has_relative_embedding(module):
+        return "ssm is given, but relative embedding is on, which Mamba2 has not; leave one of them out"
+    if module.kv_lora_rank is not None:
+        return f"ssm is given, but kv_lora_rank is {module.kv_lora_rank}, of attention; set one of them None"
+    if Mask.of_type(module.self_attn_mask_type).band.right != 0:
+        return (
+            f"ssm is given, but self_attn_mask_type is {module.self_attn_mask_type!r}; Mamba2 is causal: use "
+            '"causal" or "padding_causal"'
+        )
 
 
 class Mamba2(Module):
@@ -104,11 +139,6 @@ class Mamba2(Module):
     if not TYPE_CHECKING:  # as `Module` says
         rules = (_ssm_sizes_fit,)
 
-    @property
-    def num_attention_heads(self) -> int:
-        """The heads, by the name that projections know."""
-        return self.ssm_num_heads
-
     @nn.compact
     def __call__(
         self,
@@ -126,20 +156,26 @@ class Mamba2(Module):
         residual, norm_output: as in `MultiHeadAttention`.
         decode: the inputs are the next s >= 1 tokens of each row. The collection `cache`, which must be mutable, holds
             the last inputs of the convolutions, `x_conv_state` [b, w-1, h*p], `B_conv_state`, `C_conv_state`
-            [b, w-1, g*n], and `ssm_state` f32[b, h, p, n]. A call that finds none makes them; `init` makes them 0.
+            [b, w-1, g*n], `ssm_state` f32[b, h, p, n], and `cache_index` i32[], the tokens that every row was given,
+            padding included. A call that finds none makes them; `init` makes them 0. Tokens cannot be taken back from
+            states: go on from an earlier cache.
             Prompts of different lengths: pass them padded on the right, and as mask
             `SequenceDescriptor.from_seqlens(lengths)`, i32[b].
         max_decode_length: has no effect, as states do not grow: attention next to this module takes it.
 
-        Raises ValueError for inputs that are not [b, s, H], for a mask that is an array, for segments with decode=True,
-        for a cache of another shape, and for a sequence that the devices of cp_resource, which cut it in order, do not
-        divide; TypeError for a cache of another dtype.
+        Inside a `jax.shard_map` over the axis that cuts the sequence the descriptor is of whole rows, as attention's.
+
+        Raises ValueError for inputs that are not [b, s, H], for a mask that is an array or of other rows, for segments
+        with decode=True, for a cache of another shape, for an axis that the mesh lacks or that shards something else,
+        and for a sequence that its devices, which cut it in order, do not divide; TypeError for a cache of another
+        dtype.
         """
         check_call(self, norm_output=norm_output, residual=residual)
         check_decode(self, decode, max_decode_length)
         inputs = input_of(self, "inputs", inputs)
         mask = mask_of_rows(self, mask, inputs.shape[0])
-        segments, lengths = self._segments(mask, inputs.shape[1], decode)
+        axis = None if decode else self._cut()
+        segments, lengths = self._segments(mask, *inputs.shape[:2], decode, axis)
         (x, z, B, C, dt), normed, through = self._project(inputs, norm_output, residual)
         state = self._cached(x, B) if decode else None
         options = dict(
@@ -149,15 +185,17 @@ class Mamba2(Module):
             norm_before_gate=self.norm_before_gate,
             segments=segments,
             lengths=lengths,
-            axis=None if decode else self._cut(),
+            axis=axis,
             name=describe(self),
         )
         weights = self._weights()
         if decode:
             held = MambaState(*(variable.value for variable in state))
             y, new = mamba2(x, B, C, dt, z, weights, **options, state=held, return_state=True)
-            for variable, value in zip(state, new):
-                if not self.is_initializing():
+            index = self.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
+            if not self.is_initializing():
+                index.value = index.value + inputs.shape[1]
+                for variable, value in zip(state, new):
                     variable.value = value
         else:
             y = mamba2(x, B, C, dt, z, weights, **options)
@@ -214,14 +252,10 @@ class Mamba2(Module):
 
     def _cut(self) -> str | None:
         """The mesh axis that cuts the sequence, in order, or None, as where only shapes count."""
-        if self.is_initializing():
-            return None
-        resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
-        given = None if resource is None else resource.cp_resource
-        axis = given if self.context_parallel_axis == "" else self.context_parallel_axis
-        return axis if axis is not None and mesh.shape.get(axis, 1) > 1 else None
+        axis = cutting_axis(self)
+        return None if self.is_initializing() else axis
 
-    def _segments(self, mask, s: int, decode: bool):
+    def _segments(self, mask, b: int, s: int, decode: bool, axis: str | None):
         """-> the segments i32[b, s] of tokens, or None; the lengths i32[b] of rows that a cache is to know, or None."""
         if mask is None:
             return None, None
@@ -230,17 +264,17 @@ class Mamba2(Module):
                 f"{describe(self)}: mask is an array; the scan is causal, and knows only segments: pass a "
                 "SequenceDescriptor, or None."
             )
-        if mask.segment_ids is None and mask.seq_offsets is None:  # padding on the right: no token sees it
-            return None, mask.seqlens[0].astype(jnp.int32) if decode else None
         if decode:
-            raise ValueError(
-                f"{describe(self)}: the SequenceDescriptor has segments; with decode=True a row is one sequence with "
-                "its padding on the right: pass SequenceDescriptor.from_seqlens(i32[b])."
-            )
-        if mask.segment_ids is not None:
-            return mask.segment_ids[0].astype(jnp.int32), None
-        starts = mask.segments()[..., :1]  # [b, n, 1]
-        return jnp.sum((starts >= 0) & (starts <= jnp.arange(s)), 1, dtype=jnp.int32), None
+            return None, lengths_of(self, mask, b, s)
+        if self.is_initializing():  # in a `jax.shard_map` too, where no axis is known to cut
+            return None, None
+        inside = axis is not None and is_manual(axis)
+        whole = s * jax.lax.axis_size(axis) if inside else s
+        mask.check(describe(self), (b,), whole, whole)
+        if mask.starts_at_zero:  # padding on the right: no token sees it
+            return None, None
+        ids = mask.tokens(whole, whole)[0][0].astype(jnp.int32)
+        return tokens_of_device(ids, axis, s) if inside else ids, None
 
     def _cached(self, x, B) -> MambaState:
         """The variables of the cache, 0 where this call makes them."""

@@ -29,7 +29,6 @@ from te_jax.flax._fields import (
     head_width_is_known,
     is_decoder,
     latent_attention_stands_alone,
-    mixers_stand_alone,
     parallel_layers_are_encoders,
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
@@ -38,7 +37,7 @@ from te_jax.flax._fields import (
 )
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
-from te_jax.flax.mamba import Mamba2
+from te_jax.flax.mamba import Mamba2, mixers_stand_alone
 from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP

@@ -16,7 +16,11 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import causal_conv1d, ssd
+from te_jax.ops.ssm.conv import check_shape
+from te_jax.ops.ssm.scan import LIMIT, step_sizes
+from te_jax.sharding import current_mesh_resource
 from te_jax.sharding.constraints import place_axis
+from te_jax.sharding.resource import check_cuts_sequence_alone, check_in_mesh, is_manual
 
 
 def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
@@ -132,22 +136,26 @@ def mamba2(
     norm_groups, epsilon, norm_before_gate: of `gated_rmsnorm`
     segments: integers [b, s] or None: tokens know only of their run of equal numbers
     state:    the MambaState behind the tokens before these; None: there are none
-    lengths:  integers [b] or None: tokens from there on are padding, and leave the state as it is
-
+    lengths:  integers [b] or None: tokens from there on are padding, of any values, and leave the state as it is
+    return_state: whether the state behind the last token is wanted
     axis:     the mesh axis that cuts the sequence, in order; None: no axis does. Devices exchange the last inputs of
               convolutions, and the states behind their tokens
 
     Returns y [b, s, h, p] of x's type; with return_state also the MambaState behind the last token. Raises what
     `te_jax.ops.ssm.causal_conv1d`, `te_jax.ops.ssm.ssd` and `gated_rmsnorm` raise, and ValueError for lengths together
-    with segments, for a state next to axis, and for a sequence that the devices do not divide.
+    with segments, for a state, lengths or return_state next to axis, for an axis that the mesh in force lacks or that
+    shards something else, and for a sequence that the devices do not divide.
     """
     segments, lengths = as_jax(segments, lengths)
     check(name, "return_state", return_state, BOOL)
     check(name, "lengths", lengths, INTEGERS | NONE)
+    check(name, "dt_limit", dt_limit, LIMIT)
+    check_shape(name, "lengths", lengths, x.shape[:1])
     if lengths is not None and segments is not None:
         raise ValueError(f"{name}: lengths and segments are both given; a row of segments is full: pass one of them.")
     scanned = partial(_conv_and_scan, dt_limit=tuple(dt_limit), wanted=return_state)
     if axis is None:
+        x, B, C, dt, z = (_real(a, lengths) for a in (x, B, C, dt, z))
         y, last = scanned(x, B, C, dt, weights, segments, state, lengths)
     else:
         _check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
@@ -164,9 +172,9 @@ def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, *, dt_limit, 
     conv = partial(_conv_of_heads, segments=segments, lengths=lengths, wanted=wanted)
     (x, x_last), (B, B_last), (C, C_last) = (conv(*each) for each in given)
     steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=dt_limit)
-    if lengths is not None:  # A step of 0 moves no state.
-        is_real = jnp.arange(dt.shape[1]) < lengths[:, None]
-        dt, steps = jnp.where(is_real[..., None], _steps_of(dt, weights, dt_limit), 0), {}
+    if lengths is not None:  # A step of 0 moves no state, unless it meets an inf or NaN that overflow has made.
+        x, B, C, dt = (_real(a, lengths) for a in (x, B, C, _steps_of(dt, weights, dt_limit)))
+        steps = {}
     options = dict(segments=segments, initial_state=past[3], return_final_state=wanted)
     out = ssd(x, dt, _decay_rate(weights, x), B, C, weights.D, **steps, **options)
     return (out[0], MambaState(x_last, B_last, C_last, out[1])) if wanted else (out, None)
@@ -175,7 +183,15 @@ def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, *, dt_limit, 
 def _steps_of(dt, weights, limit):
     """How far each token moves the state, f32[b, s, h]."""
     wide = jnp.promote_types(dt.dtype, jnp.float32)
-    return jnp.clip(jax.nn.softplus(dt.astype(wide) + as_rank(weights.dt_bias.astype(wide), dt.ndim)), *limit)
+    return step_sizes(dt, weights.dt_bias, softplus=True, least=limit[0], most=limit[1], wide=wide)
+
+
+def _real(a, lengths):
+    """a [b, s, ...], 0 at padding. A factor of 0 would keep a NaN."""
+    if lengths is None:
+        return a
+    is_real = jnp.arange(a.shape[1])[None] < lengths[:, None]
+    return jnp.where(jnp.expand_dims(is_real, tuple(range(2, a.ndim))), a, 0)
 
 
 def _decay_rate(weights, x):
@@ -202,9 +218,12 @@ def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
 
 
 def _check_cut(name, s, width, axis, state, lengths, return_state):
-    size = 1 if _is_manual(axis) else jax.sharding.get_abstract_mesh().shape[axis]
-    if state is not None or lengths is not None or return_state:
-        raise ValueError(f"{name}: axis is {axis!r}, which cuts the sequence; a state and lengths are for whole ones.")
+    check_in_mesh(f"{name}: axis is {axis!r}", axis)
+    check_cuts_sequence_alone(f"{name}: axis is {axis!r}", axis, current_mesh_resource())
+    size = 1 if is_manual(axis) else jax.sharding.get_abstract_mesh().shape[axis]
+    asked = dict(state=state is not None, lengths=lengths is not None, return_state=return_state)
+    for what in (what for what, on in asked.items() if on):
+        raise ValueError(f"{name}: axis is {axis!r}, which cuts the sequence; {what} is for whole ones: leave it out.")
     if s % size or s // size < width - 1:
         raise ValueError(
             f"{name}: {s} tokens on the {size} devices of {axis!r}; pass a multiple of {size}, and at least "
@@ -228,7 +247,7 @@ def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
         state = _behind_others(local.ssm, jnp.where(whole[:, None], kept, 0), goes_on, axis)
         return scanned(x, B, C, dt, weights, segments, MambaState(*before, state), None, wanted=False)[0]
 
-    if _is_manual(axis):
+    if is_manual(axis):
         return shard(x, B, C, dt, segments, weights)
     tokens = PartitionSpec(None, axis)
     specs = (*(tokens,) * 4, None if segments is None else tokens, jax.tree.map(lambda _: PartitionSpec(), weights))
@@ -238,11 +257,6 @@ def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
         if segments is not None:
             segments = jax.sharding.reshard(segments, PartitionSpec(*jax.typeof(x).sharding.spec[:1], axis))
     return run(x, B, C, dt, segments, weights)
-
-
-def _is_manual(axis):
-    """Whether a `jax.shard_map` around has cut the sequence."""
-    return axis in jax.sharding.get_abstract_mesh().manual_axes
 
 
 def _from_a_device_before(a, axis, step=1):

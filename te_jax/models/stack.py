@@ -236,6 +236,7 @@ class Model(KnownArguments):
         fields of `Block`."""
         c, count = self.config, self.config.num_layers if count is None else count
         of = lambda index: {**fields(index), **self.dtypes}
+        _check_order([of(index) for index in range(count)])
         table = None
         if of(0).get("enable_relative_embedding"):
             biases = te_flax.RelativePositionBiases(
@@ -284,6 +285,17 @@ class Model(KnownArguments):
             kernel = jnp.concatenate([_gather_whole(kernel), _gather_whole(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
+
+
+def _check_order(layers):
+    """Raises ValueError for attention over tokens in a balanced order next to Mamba2, which has them in order."""
+    if any(fields.get("ssm") is not None for fields in layers):
+        for index, fields in enumerate(layers):
+            if fields.get("context_parallel_causal_load_balanced") and fields.get("sublayers") != "mlp":
+                raise ValueError(
+                    f"te_jax.models: context_parallel_causal_load_balanced is True in layer {index}, but other layers "
+                    "have ssm, whose devices have the tokens in order; leave one of them out."
+                )
 
 
 VARIABLES = Kind("the variables of the model, a dict of collections", lambda value: isinstance(value, Mapping))

@@ -127,6 +127,19 @@ def check_mesh_resource(resource: MeshResource) -> None:
         )
 
 
+def is_manual(axis: str) -> bool:
+    """Whether a `jax.shard_map` around has cut arrays along mesh axis `axis`."""
+    return axis in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def check_in_mesh(given: str, axis: str) -> None:
+    """Raises ValueError, which begins with `given`, if the mesh in force lacks `axis`, or there is none."""
+    sizes = mesh_sizes()
+    if axis not in sizes:
+        has = f"has the axes {tuple(sizes)}" if sizes else "is none; enter jax.set_mesh(mesh)"
+        raise ValueError(f"{given}, but the mesh in force {has}.")
+
+
 def check_cuts_sequence_alone(given: str, axis: str, resource: MeshResource | None) -> None:
     """Raises ValueError, which begins with `given`, if `axis` splits the sequence in attention and another axis too."""
     if resource is None or mesh_sizes().get(axis, 1) == 1:

@@ -1,5 +1,6 @@
 """Mamba2 against one token after the other: gradients, segments, the cache, FP8, adapters, NNX, a mesh, errors."""
 
+import dataclasses
 from functools import partial
 
 import flax_reference as ref
@@ -20,7 +21,7 @@ import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import recipe
 from te_jax.checkpoint_policies import GEMM, SSM, save
-from te_jax.layers import gated_rmsnorm
+from te_jax.layers import MambaWeights, gated_rmsnorm, mamba2
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import MeshResource, global_shard_guard
 
@@ -124,7 +125,7 @@ def test_init_makes_an_empty_cache():
     shapes = jax.eval_shape(lambda: module.init(KEY, data(B, 1, H), decode=True))["cache"]
     assert {name: leaf.shape for name, leaf in shapes.items()} == dict(
         x_conv_state=(B, 3, N * P), B_conv_state=(B, 3, G * STATE), C_conv_state=(B, 3, G * STATE),
-        ssm_state=(B, N, P, STATE),
+        ssm_state=(B, N, P, STATE), cache_index=(),
     )  # fmt: skip
     assert shapes["ssm_state"].dtype == jnp.float32
 
@@ -210,13 +211,18 @@ def test_mesh(kind, groups):
     close(got, want)
 
 
-@pytest.mark.parametrize(("kind", "packed"), [("auto", False), ("auto", True), ("explicit", True), ("manual", True)])
+@pytest.mark.parametrize(("kind", "packed"), [
+    ("auto", False), ("auto", True), ("explicit", True), ("manual", True), ("manual", "offsets"),
+])  # fmt: skip
 def test_a_sequence_on_several_devices(kind, packed):
     """cp = 4, tp = 2: the numbers of one device, with segments that end within, between and behind devices."""
     module, x, weights = mamba(), data(B, 16, H), data(B, 16, H, seed=2)
     params = drawn(module, x)
     ids = np.array([[1] * 5 + [2] * 3 + [3] * 8, [1] * 2 + [2] * 13 + [4]], np.int32)
     mask = SequenceDescriptor.from_segment_ids_and_pos(ids) if packed else None
+    if kind == "manual":  # The same segments by their first tokens.
+        offsets = np.array([[0, 5, 8, 16], [0, 2, 15, 16]], np.int32)
+        mask = SequenceDescriptor.from_seqlens_and_offsets(np.diff(offsets), offsets) if packed == "offsets" else mask
 
     def apply(params, x, mask):
         return module.apply({"params": params}, x, mask)[0]
@@ -231,13 +237,72 @@ def test_a_sequence_on_several_devices(kind, packed):
     with jax.set_mesh(mesh), global_shard_guard(MeshResource(cp_resource="cp", tp_resource="tp")):
         with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
             placed = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(None, "cp")))
-            cut = PartitionSpec(None, "cp")
-            shards = jax.shard_map(apply, in_specs=(PartitionSpec(), cut, cut), out_specs=cut, axis_names={"cp"})
+            whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
+            shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
             run = partial(run, apply=shards) if kind == "manual" else run
             text = str(jax.make_jaxpr(run)(params, placed))
             got = jax.jit(run)(params, placed)
     assert "ppermute" in text
     close(got, want)
+
+
+def test_padding_of_any_values():
+    """NaN and inf behind the lengths: outputs, states and gradients of a row that is full up to there."""
+    rng, length = np.random.default_rng(0), 5
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    inputs = [draw(1, S, N, P), draw(1, S, G, STATE), draw(1, S, G, STATE), draw(1, S, N), draw(1, S, N, P)]
+    wide, narrow = N * P, G * STATE
+    kernels = [draw(4, width) for width in (wide, narrow, narrow)]
+    weights = MambaWeights(*kernels, None, None, None, draw(N), draw(N), draw(N), draw(wide))
+
+    def run(weights, inputs, **given):
+        fn = lambda weights: mamba2(*inputs, weights, **given, return_state=True)
+        (y, state), pull = jax.vjp(fn, weights)
+        return (y[:, :length], state), pull(
+            (jnp.ones_like(y).at[:, length:].set(0), jax.tree.map(jnp.ones_like, state))
+        )
+
+    spoiled = [np.where(np.arange(S) < length, a.swapaxes(1, -1), bad).swapaxes(1, -1).astype(np.float32)
+               for a, bad in zip(inputs, (np.nan, np.inf, np.nan, np.nan, np.inf))]  # fmt: skip
+    got = jax.jit(lambda w, x: run(w, x, lengths=jnp.array([length])))(weights, spoiled)
+    close(got, jax.jit(run)(weights, [a[:, :length] for a in inputs]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (dict(lengths=jnp.ones((1,), int)), r"mamba2: lengths has shape \(1,\); pass \[2\]"),
+        (dict(lengths=jnp.ones((2,), int), dt_limit=(2.0, 1.0)), r"mamba2: dt_limit is \(2.0, 1.0\); pass a tuple"),
+        (dict(axis="cq"), r"mamba2: axis is 'cq', but the mesh in force has the axes \('cp', 'tp'\)"),
+        (dict(axis="tp"), "mamba2: axis is 'tp', and tp_resource is the same mesh axis"),
+        (dict(axis="cp", return_state=True), "'cp', which cuts the sequence; return_state is for whole ones"),
+    ],
+)
+def test_wrong_arguments(call, message):
+    """Of the functional layer, on a mesh; and an axis without a mesh."""
+    x, B_, dt = jnp.ones((2, 16, N, P)), jnp.ones((2, 16, G, STATE)), jnp.ones((2, 16, N))
+    kernels = [jnp.ones((4, width)) for width in (N * P, G * STATE, G * STATE)]
+    weights = MambaWeights(*kernels, None, None, None, *jnp.ones((3, N)), jnp.ones(N * P))
+    run = lambda **call: jax.eval_shape(lambda: mamba2(x, B_, B_, dt, x, weights, **call))
+    with jax.set_mesh(jax.make_mesh((4, 2), ("cp", "tp"))), global_shard_guard(MeshResource(tp_resource="tp")):
+        with pytest.raises(ValueError, match=message):
+            run(**call)
+    with pytest.raises(ValueError, match="axis is 'cp', but the mesh in force is none"):
+        run(axis="cp")
+
+
+def test_axes_that_cannot_cut():
+    """The module says it as attention does; and heads that devices do not divide by the field's name."""
+    x, mesh = jnp.ones((B, 16, H)), jax.make_mesh((4, 2), ("cp", "tp"), axis_types=(AxisType.Auto,) * 2)
+    init = lambda module: jax.eval_shape(lambda: module.init(KEY, x))
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(tp_resource="tp")):
+        with pytest.raises(ValueError, match="context_parallel_axis is 'cq', but the mesh in force has the axes"):
+            init(mamba(context_parallel_axis="cq"))
+        with pytest.raises(ValueError, match="context_parallel_axis is 'tp', and tp_resource is the same mesh axis"):
+            init(mamba(context_parallel_axis="tp"))
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            with pytest.raises(ValueError, match="ssm_num_heads is 3, but tensor parallelism over the mesh axes"):
+                init(mamba(ssm_num_heads=3, ssm_num_groups=1))
 
 
 @pytest.mark.parametrize("tokens", [14, 8])
@@ -276,6 +341,8 @@ def test_wrong_caches():
     ids = SequenceDescriptor.from_segment_ids_and_pos(jnp.ones((B, S), jnp.int32))
     with pytest.raises(ValueError, match="the SequenceDescriptor has segments; with decode=True a row is one sequence"):
         run(x, ids)
+    with pytest.raises(ValueError, match=r"the SequenceDescriptor has seqlens of shape \(1,\); with decode=True"):
+        run(x, SequenceDescriptor.from_seqlens(jnp.ones((1,), jnp.int32)))
     with pytest.raises(ValueError, match="x_conv_state has shape"):
         run(x[:1])
     with pytest.raises(TypeError, match="x_conv_state is float32, the inputs need bfloat16"):
@@ -295,6 +362,9 @@ def test_wrong_caches():
 def test_wrong_norms(changed, message):
     with pytest.raises(ValueError, match=message):
         gated_rmsnorm(**dict(x=jnp.ones((2, 4, 8)), z=jnp.ones((2, 4, 8)), gamma=jnp.ones(32)) | changed)
+
+
+LATENT = dict(kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=8)
 
 
 def hybrid(**fields):
@@ -331,6 +401,28 @@ def test_a_hybrid_stack_generates():
         np.testing.assert_array_equal(np.argmax(logits, -1)[lengths[i] - 1 : -1], np.asarray(new)[i])
 
 
+def test_a_stale_cache_of_states():
+    """Prompts are not read behind the tokens of another text, whatever layers the model has."""
+    layer = dict(ssm=dict(ssm_num_heads=N, ssm_head_dim=P, ssm_state_size=STATE), mlp_hidden_size=32)
+    layer |= dict(num_attention_heads=2, hidden_dropout=0.0)
+    model = te.models.CausalLM(te.models.ModelConfig(32, 1, H, layer=layer), dtype=jnp.float32)
+    tokens = np.ones((2, 3), np.int32)
+    empty = quick_init(model.init)(KEY, tokens, decode=True)
+    full = {**empty, "cache": jax.tree.map(jnp.ones_like, empty["cache"])}
+    shape = lambda variables: jax.eval_shape(lambda: te.models.generate(model, variables, tokens, 2))
+    assert shape(empty).shape == (2, 2)
+    with pytest.raises(ValueError, match="variables hold 'cache', with tokens that would count as read"):
+        shape(full)
+
+
+def test_a_balanced_order_in_a_hybrid_stack():
+    model = hybrid()
+    pattern = (*model.config.pattern[:1], dict(sublayers="mixer", context_parallel_causal_load_balanced=True))
+    model = model.clone(config=dataclasses.replace(model.config, pattern=pattern))
+    with pytest.raises(ValueError, match="causal_load_balanced is True in layer 1, but other layers have ssm"):
+        jax.eval_shape(lambda: model.init(KEY, np.ones((1, 4), np.int32)))
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -340,6 +432,16 @@ def test_a_hybrid_stack_generates():
         (
             dict(ssm=dict(ssm_num_heads=2), context_parallel_causal_load_balanced=True),
             "causal_load_balanced is on, which",
+        ),
+        (
+            dict(ssm=dict(ssm_num_heads=2), sublayers="mlp"),
+            "ssm is given, but sublayers is 'mlp', which has no use",
+        ),
+        (dict(moe=dict(num_experts=2), sublayers="mixer"), "moe is given, but sublayers is 'mixer', which has no use"),
+        (dict(ssm=dict(ssm_num_heads=2), **LATENT), "ssm is given, but kv_lora_rank is 8, of attention"),
+        (
+            dict(ssm=dict(ssm_num_heads=2), self_attn_mask_type="padding"),
+            "self_attn_mask_type is 'padding'; Mamba2 is causal",
         ),
         (dict(sublayers="attention"), "sublayers is 'attention'; pass one of 'both', 'mixer', 'mlp'"),
         (dict(ssm=dict(num_heads=2)), "unexpected keyword argument 'num_heads'"),

@@ -206,6 +206,20 @@ def test_wrong_scans(changed, error, message):
         jax.eval_shape(lambda: ssd(**(right | changed)))
 
 
+def test_steps_at_their_bounds():
+    """A step that is at a bound has the whole gradient, one beyond it none."""
+    rng, s = np.random.default_rng(0), 5
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    dt = np.array([0.25, 0.5, 1.0, 2.0, 4.0], np.float32)[:, None]
+    given = dict(x=draw(s, 1, 4), dt=dt, A=-np.ones(1, np.float32), B=draw(s, 1, 8), C=draw(s, 1, 8))
+    ours = lambda given: ssd(**given, dt_limit=(0.5, 2.0), return_final_state=True)
+    theirs = lambda given: oracle.ssd(given, None, softplus=False, limit=(0.5, 2.0))
+    cotangents = draw(s, 1, 4), draw(1, 4, 8)
+    got, want = (jax.jit(lambda given, fn=fn: both(fn, given, cotangents)[1]["dt"])(given) for fn in (ours, theirs))
+    assert (np.asarray(got[1:4]) != 0).all() and (got[0] == got[4]).all()
+    np.testing.assert_allclose(got, want, 2.0**-18, 2.0**-18)  # Two f32 sums of 5 tokens of 32 products.
+
+
 def test_what_the_backward_pass_keeps():
     """The operands, and a state for each 128 tokens: nothing else as large, and no state of a token."""
     args = [jnp.zeros(shape) for shape in ((1, 512, 2, 16), (1, 512, 2), (2,), (1, 512, 1, 16), (1, 512, 1, 16))]

@@ -31,6 +31,10 @@ MEANINGS = {
     "norm_groups": "The groups of heads that have a gated norm of their own. None is `ssm_num_groups`",
     "norm_before_gate": "The gated norm is RMSNorm(y) silu(z) instead of RMSNorm(y silu(z))",
     "Mamba2.kernel_init": _INIT_OF.format("each weight") + ". None is a normal, scaled by fan-in",
+    "Mamba2.zero_centered_gamma": "The norm multiplies by 1 + `scale` instead of `scale`; the gated norm multiplies by "
+    "`norm_scale` as it is",
+    "TransformerLayer.zero_centered_gamma": "Norms multiply by 1 + `scale` instead of `scale`; Mamba2's gated norm "
+    "multiplies by `norm_scale` as it is",
     "Mamba2.input_layernorm": "Puts a norm on the inputs, which all projections read",
     "kv_channels": "The channels of a head. None is `hidden_size / num_attention_heads`",
     "axis": "The contracted axes of the input: the last ones, in order",

@@ -12,10 +12,16 @@ DECAY = 704 * EPS
 TERMS = 256 * EPS
 
 
+def steps_of(given, softplus, limit):
+    """[s, h], with the full gradient at a bound."""
+    dt = given["dt"] + given.get("dt_bias", 0)
+    steps = jax.nn.softplus(dt) if softplus else dt
+    return jnp.where((steps < limit[0]) | (steps > limit[1]), jnp.clip(lax.stop_gradient(steps), *limit), steps)
+
+
 def ssd(given, segments, *, softplus, limit):
     """y, final of one row: x [s, h, p], dt [s, h], .. by the names of `te_jax.ops.ssm.ssd`."""
-    dt = given["dt"] + given.get("dt_bias", 0)
-    steps = jnp.clip(jax.nn.softplus(dt) if softplus else dt, *limit)
+    steps = steps_of(given, softplus, limit)
     z = given.get("z")
     return recur(given, steps, steps * given["A"], segments, 1 if z is None else jax.nn.silu(z))
 
@@ -41,8 +47,7 @@ def recur(given, steps, logs, segments, gate):
 def ssd_bounds(given, segments, cotangents, *, softplus, limit):
     """The sizes of the sums that y, final and the gradients are, by name: all terms by their absolute values."""
     absolute = {name: jnp.abs(a) for name, a in given.items()}
-    dt = given["dt"] + given.get("dt_bias", 0)
-    steps = jnp.clip(jax.nn.softplus(dt) if softplus else dt, *limit)
+    steps = steps_of(given, softplus, limit)
     gate = jnp.abs(jax.nn.silu(given["z"])) if "z" in given else jnp.ones_like(given["x"])
     fn = lambda floats, steps, logs, gate: recur(floats, steps, logs, segments, gate)
     (y, final), pull = jax.vjp(fn, absolute, steps, steps * given["A"], gate)

@@ -87,12 +87,13 @@ def _of_chunk(A, D, state, chunk, runs):
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
 
 
-def _step_sizes(dt, bias, *, softplus, least, most, wide):
-    """How far each token moves the state, f32[b, s, h]."""
+def step_sizes(dt, bias, *, softplus, least, most, wide):
+    """How far each token moves the state, f32[b, s, h]. A step that is at a bound has the gradient of one within, which
+    jnp.clip would halve."""
     dt = dt.astype(wide)
     dt = dt if bias is None else dt + as_rank(bias.astype(wide), dt.ndim)
     dt = jax.nn.softplus(dt) if softplus else dt
-    return jnp.clip(dt, least, most)
+    return jnp.where(dt < least, least, jnp.where(dt > most, most, dt))
 
 
 def _to_chunks(a, s):
@@ -145,7 +146,7 @@ class _Call(NamedTuple):
 def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, least, most, shared):
     lead, wide = x.ndim - 3, jnp.promote_types(x.dtype, jnp.float32)
     batch, (s, h, p), n = x.shape[:lead], x.shape[lead:], B.shape[-1]
-    steps = _step_sizes(dt, dt_bias, softplus=softplus, least=least, most=most, wide=wide)
+    steps = step_sizes(dt, dt_bias, softplus=softplus, least=least, most=most, wide=wide)
     call = _Call.of(x, steps, A, B, C, D, z, segments, lead)
     state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else _one_batch(initial.astype(wide), lead)
 
@@ -161,7 +162,7 @@ def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, le
 
 def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, *, softplus, least, most, shared):
     lead, s, wide = x.ndim - 3, x.shape[-3], states.dtype
-    of_steps = partial(_step_sizes, softplus=softplus, least=least, most=most, wide=wide)
+    of_steps = partial(step_sizes, softplus=softplus, least=least, most=most, wide=wide)
     steps, pull_steps = jax.vjp(of_steps, dt, dt_bias)
     call = _Call.of(x, steps, A, B, C, D, z, segments, lead)
 
