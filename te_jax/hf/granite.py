@@ -27,7 +27,7 @@ from te_jax.hf.words import ABSENT, LIST_OF_NAMES, SIZE, Check, Said, Word, fixe
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size
 
-_TYPES = {"mamba": {}, "attention": {"ssm": None}}  # and the fields that a layer of it has of its own
+_GRANITE_TYPES = {"mamba": {}, "attention": {"ssm": None}}  # and the fields that a layer of it has of its own
 
 
 def _all_mamba(said: Said) -> list[str]:
@@ -39,7 +39,7 @@ def _type_of(fields: dict[str, Any]) -> str:
     return "attention" if fields.get("ssm") is None else "mamba"
 
 
-def _experts(c: ModelConfig) -> dict[str, Any]:
+def _granite_experts(c: ModelConfig) -> dict[str, Any]:
     return c.layer.get("moe") or {}
 
 
@@ -54,7 +54,7 @@ def _feed_forward(said: Said) -> tuple[Any, int]:
 
 
 def _shared_width(c: ModelConfig) -> int:
-    moe = _experts(c)
+    moe = _granite_experts(c)
     return c.layer["mlp_hidden_size"] * (moe.get("num_shared_experts", 0) if moe else 1)
 
 
@@ -83,7 +83,7 @@ _OF_GRANITE = words_of(
         null=_all_mamba,
         also=("layers_block_type",),
         to=("pattern",),
-        ours=lambda said: (pattern_of(said["layer_types"], _TYPES),),
+        ours=lambda said: (pattern_of(said["layer_types"], _GRANITE_TYPES),),
         theirs=lambda c: [_type_of(c.fields_of_layer(i)) for i in range(c.num_layers)],
     ),
     # Any other word than "rope" is none, as "nope" in published ones.
@@ -108,9 +108,12 @@ _OF_GRANITE = words_of(
         ours=lambda said: (1 / said["logits_scaling"],),
         theirs=lambda c: float(f"{1 / c.output_scale:.15g}"),  # so that what was read is written again
     ),
-    Word("num_local_experts", integer(0, 2**31 - 1), 8, theirs=lambda c: _experts(c).get("num_experts", 0)),
+    Word("num_local_experts", integer(0, 2**31 - 1), 8, theirs=lambda c: _granite_experts(c).get("num_experts", 0)),
     Word(
-        "num_experts_per_tok", integer(0, 2**31 - 1), 2, theirs=lambda c: _experts(c).get("num_experts_per_tok", ABSENT)
+        "num_experts_per_tok",
+        integer(0, 2**31 - 1),
+        2,
+        theirs=lambda c: _granite_experts(c).get("num_experts_per_tok", ABSENT),
     ),
     Word("intermediate_size", SIZE, 11008, theirs=lambda c: c.layer["mlp_hidden_size"]),
     Word(
@@ -156,9 +159,9 @@ def _channels(c: ModelConfig) -> int:
 
 def _types_are_known(said: Said) -> tuple[str, str] | None:
     types, count = said["layer_types"], said["num_hidden_layers"]
-    if len(types) == count and {*types} <= _TYPES.keys():
+    if len(types) == count and {*types} <= _GRANITE_TYPES.keys():
         return None
-    return "layer_types", f"pass num_hidden_layers={count} times one of {[*_TYPES]}"
+    return "layer_types", f"pass num_hidden_layers={count} times one of {[*_GRANITE_TYPES]}"
 
 
 def _channels_fit(said: Said) -> tuple[str, str] | None:
@@ -189,21 +192,21 @@ def _turns_pairs(said: Said) -> tuple[str, str] | None:
     return None
 
 
-_CHECKS: tuple[Check, ...] = (
+_GRANITE_CHECKS: tuple[Check, ...] = (
     divides("num_key_value_heads", "num_attention_heads"),
     divides("mamba_n_groups", "mamba_n_heads"),
     *(_types_are_known, _channels_fit, _experts_fit, _turns_pairs),
 )
 
 
-def _attention_rules(c: ModelConfig) -> list[TensorRule]:
+def _granite_attention(c: ModelConfig) -> list[TensorRule]:
     fused, stack, ours, own = joins_qkv(c), "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
     norm = rules.norm_rules(f"{ours}/{'qkv' if fused else 'query'}", "model.layers.{i}.input_layernorm", False, stack)
     return norm + rules.attention_rules(ours, *(f"{own}.{name}_proj" for name in "qkvo"), fused=fused, stack=stack)
 
 
-def _feed_forward_rules(c: ModelConfig) -> list[TensorRule]:
-    layer, stack, moe = "model.layers.{i}", "layers", _experts(c)
+def _granite_feed_forward(c: ModelConfig) -> list[TensorRule]:
+    layer, stack, moe = "model.layers.{i}", "layers", _granite_experts(c)
     ours = f"{LAYER}/{'moe' if moe else 'mlp'}"
     made = rules.norm_rules(ours, f"{layer}.post_attention_layernorm", False, stack)
     one = lambda path, name, form: TensorRule(path, (f"{layer}.{name}.weight",), form, stack)
@@ -222,7 +225,7 @@ def _feed_forward_rules(c: ModelConfig) -> list[TensorRule]:
     ]
 
 
-def _rules(c: ModelConfig) -> list[TensorRule]:
+def _granite_rules(c: ModelConfig) -> list[TensorRule]:
     attends = layers_with(c, lambda fields: _type_of(fields) == "attention")
     mixes = layers_with(c, lambda fields: _type_of(fields) == "mamba")
     names = f"{LAYER}/mamba", "model.layers.{i}.mamba", "model.layers.{i}.input_layernorm"
@@ -230,8 +233,8 @@ def _rules(c: ModelConfig) -> list[TensorRule]:
         *tables(c, "model.embed_tokens.weight"),
         *rules.norm_rules("final_norm", "model.norm", False),
         *mamba_rules(*names, c.layer["ssm"], mixes),
-        *(rule._replace(layers=attends) for rule in _attention_rules(c)),
-        *_feed_forward_rules(c),
+        *(rule._replace(layers=attends) for rule in _granite_attention(c)),
+        *_granite_feed_forward(c),
     ]
 
 
@@ -242,8 +245,8 @@ GRANITE_HYBRID = Family(
     CausalLM,
     replace(_BASE, family="granitemoehybrid"),
     _OF_GRANITE,
-    _CHECKS,
-    _rules,
+    _GRANITE_CHECKS,
+    _granite_rules,
     ROPE_TABLES,
     tied=head_of("model.embed_tokens"),
 )

@@ -16,7 +16,7 @@ from te_jax.models import ModelConfig
 
 # -- words ------------------------------------------------------------------------------------------------------
 
-_OLDER = {"linear_attention": "mamba", "full_attention": "attention"}  # what transformers 5 calls layers, and 4
+_OLDER_TYPES = {"linear_attention": "mamba", "full_attention": "attention"}  # what transformers 5 calls layers, and 4
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class TypesOfLayers(Word):
     """The types of layers, by their names in transformers 4, which all readers know."""
 
     def value(self, where: str, said: Said) -> list[str]:
-        return [_OLDER.get(name, name) for name in super().value(where, said)]
+        return [_OLDER_TYPES.get(name, name) for name in super().value(where, said)]
 
 
 def pattern_of(types: Sequence[str], fields: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], ...]:
@@ -70,7 +70,7 @@ TIME_STEP_LIMIT = _Limit(
 # -- tensors ----------------------------------------------------------------------------------------------------
 
 
-def _cut(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable = lambda a: a) -> Recast:
+def _parted(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable = lambda a: a) -> Recast:
     """One tensor whose leading axis holds, so many each, what several parameters are made of. ours, theirs: of each
     part."""
     ends = [*accumulate(sizes)][:-1]
@@ -89,7 +89,10 @@ def mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any], layers:
     widths = dict(z=inner, x=inner, B=groups, C=groups, dt=ssm["ssm_num_heads"])
     taps = {part: widths[part] for part in "xBC"}
     stack = "layers"
-    cut = lambda end, parts, *forms: (tuple(f"{path}/{part}{end}" for part in parts), _cut([*parts.values()], *forms))
+    cut = lambda end, parts, *forms: (
+        tuple(f"{path}/{part}{end}" for part in parts),
+        _parted([*parts.values()], *forms),
+    )
     joined = {
         "in_proj.weight": cut("/kernel", widths, jnp.transpose, jnp.transpose),
         "conv1d.weight": cut("_conv_kernel", taps, lambda a: a[:, 0].T, lambda a: a.T[:, None]),
