@@ -127,13 +127,13 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
-    **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps mscale"),
+    **_each(number(above=0), "epsilon layernorm_epsilon qk_norm_eps mscale residual_multiplier"),
     **_each(number(above=0), "time_step_min time_step_max time_step_floor"),
     **_each(LIMIT, "time_step_limit"),
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
-    **_each(NONE | number(above=0), "depth_scaling capacity_factor"),
+    **_each(NONE | number(above=0), "depth_scaling capacity_factor attn_logit_scale"),
     **_each(number(), "scaling_factor"),
     **_each(number(least=0), "aux_loss_coeff z_loss_coeff"),
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
@@ -338,10 +338,19 @@ def rotary_fields_fit(module) -> str | None:
         return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
 
 
+def logits_have_one_scale(module) -> str | None:
+    """`attn_logit_scale` goes without `scale_attn_logits=False`."""
+    if module.attn_logit_scale is not None and not module.scale_attn_logits:
+        return (
+            f"attn_logit_scale is {module.attn_logit_scale}, but scale_attn_logits is False, which is a scale of 1; "
+            "leave one of them out"
+        )
+
+
 _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_LATENT = (
     "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
-    "enable_relative_embedding self_attn_bias_type attn_logit_softcap"
+    "enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale"
 ).split()
 
 

@@ -13,6 +13,7 @@ from te_jax.flax._fields import (
     Module,
     check_call,
     groups_divide_heads,
+    logits_have_one_scale,
     qk_norm_fields_fit,
     rotary_fields_fit,
     shared_fields,
@@ -49,6 +50,7 @@ class MultiHeadAttention(Module):
                            parameters.
     enable_sequence_parallel: the sequence axis is constrained to nvte_seqlen_tp outside the GEMMs.
     scale_attn_logits:     divide logits by sqrt(d).
+    attn_logit_scale:      multiply logits by this instead; None: as scale_attn_logits says.
     scaled_query_init:     draw the query kernel divided by sqrt(d). Weights that TransformerEngine trained
                            with its defaults need False for the first, True for the second.
     context_parallel_*:    as in `DotProductAttention`; RoPE turns each token by its place in the sequence. A call that
@@ -120,10 +122,11 @@ class MultiHeadAttention(Module):
     qk_norm_eps: float = 1e-6
     qk_norm_before_rope: bool = False
     attn_logit_softcap: float | None = None
+    attn_logit_scale: float | None = None
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER
-        rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit)
+        rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit, logits_have_one_scale)
 
     @nn.compact
     def __call__(
@@ -193,7 +196,7 @@ class MultiHeadAttention(Module):
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
         arrays = arrays if self.qk_norm_before_rope else normalize_heads(self, arrays)
         arrays = cache.extend(arrays) if cache else arrays
-        scale = None if self.scale_attn_logits else 1.0
+        scale = self.attn_logit_scale if self.scale_attn_logits else 1.0
         context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
         return project_output(self, context, inputs_q, through), normed
 

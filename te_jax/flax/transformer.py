@@ -29,6 +29,7 @@ from te_jax.flax._fields import (
     head_width_is_known,
     is_decoder,
     latent_attention_stands_alone,
+    logits_have_one_scale,
     parallel_layers_are_encoders,
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
@@ -84,7 +85,7 @@ class TransformerLayer(Module):
     cross_drop_path:    this rate for cross-attention; None is drop_path. TransformerEngine's decoders have 0.
     window_size, enable_rotary_pos_emb: only for self-attention; cross_window_size and cross_rotary_pos_emb are for
                         cross-attention. A decoder whose weights were trained with both must ask for both.
-    scale_attn_logits, scaled_query_init: as in `MultiHeadAttention`.
+    scale_attn_logits, attn_logit_scale, scaled_query_init: as in `MultiHeadAttention`.
     kv_channels:        the width of a head; None is hidden_size / num_attention_heads.
     parallel_attention_mlp: attention and MLP read the same input, and one residual connection takes their sum, after
                         one dropout and one drop path. Each has its own norm, as in Falcon 40B. Encoders only.
@@ -103,10 +104,11 @@ class TransformerLayer(Module):
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
     post_norms:         a norm of what each sub-block gives, before dropout and residual, in addition to the norm before
                         it, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    residual_multiplier: multiplies what each sub-block gives, before dropout and residual, as in Granite.
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 71.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 73.
 
     Parameters: `attention` or `mamba` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
     `MultiHeadAttention`, `MultiHeadLatentAttention` or `Mamba2`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
@@ -187,6 +189,8 @@ class TransformerLayer(Module):
     moe: Mapping[str, Any] | None = None
     ssm: Mapping[str, Any] | None = None
     sublayers: str = "both"
+    attn_logit_scale: float | None = None
+    residual_multiplier: float = 1.0
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -195,6 +199,7 @@ class TransformerLayer(Module):
             groups_divide_heads,
             rotary_fields_fit,
             qk_norm_fields_fit,
+            logits_have_one_scale,
             latent_attention_stands_alone,
             mixers_stand_alone,
             cross_fields_need_a_decoder,
@@ -243,7 +248,8 @@ class TransformerLayer(Module):
         name = "self_attention" if decoder else "attention" if self.ssm is None else "mamba"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
-        in_kernels = not (dropped or self.apply_residual_connection_post_layernorm or self.post_norms)
+        apart = self.apply_residual_connection_post_layernorm or self.post_norms or self.residual_multiplier != 1.0
+        in_kernels = not (dropped or apart)
         call = dict(decode=decode, residual=in_kernels, norm_output=False, max_decode_length=max_decode_length)
         if self.sublayers == "mlp":
             return self._close(inputs, deterministic, in_kernels)
@@ -420,6 +426,7 @@ class TransformerLayer(Module):
         """
         if added:
             return self._residual_layout(x)
+        x = x if self.residual_multiplier == 1.0 else x * jnp.asarray(self.residual_multiplier, x.dtype)
         stream = self.dropout_rng_name
         if self.hidden_dropout > 0:
             x = Dropout(self.hidden_dropout, tuple(self.hidden_dropout_dims), rng_collection=stream)(x, deterministic)

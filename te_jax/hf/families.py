@@ -4,5 +4,6 @@ from te_jax.hf.decoders import DECODERS
 from te_jax.hf.deepseek import DEEPSEEK_V3
 from te_jax.hf.encoders import ENCODERS
 from te_jax.hf.gpt import GPTS
+from te_jax.hf.granite import GRANITE_HYBRID
 
-FAMILIES = {family.name: family for family in (*DECODERS, *GPTS, DEEPSEEK_V3, *ENCODERS)}
+FAMILIES = {family.name: family for family in (*DECODERS, *GPTS, DEEPSEEK_V3, GRANITE_HYBRID, *ENCODERS)}

@@ -58,6 +58,8 @@ def check_sizes(config: ModelConfig, found: Mapping[str, Any], held: Mapping[str
         }
         for name, value in sizes.items():
             compare(name, value, _CHEAP_SIZE, largest, "no tensor with a dimension above")
+        for name, value in (fields.get("ssm") or {}).items():
+            compare(name, value, _CHEAP_SIZE, largest, "no tensor with a dimension above")
         for name, value in (fields.get("moe") or {}).items():  # each expert has tensors of its own
             compare(name, value, _CHEAP_COUNT, len(held), "no more tensors than")
 

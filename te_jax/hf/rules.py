@@ -1,6 +1,6 @@
 """Which tensors of a checkpoint become which parameters, said once for both directions."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ class TensorRule(NamedTuple):
     theirs: tuple[str, ...]
     form: Recast
     stack: str | None = None
-    layers: range | None = None
+    layers: Sequence[int] | None = None
     collection: str = "params"
 
 
@@ -39,6 +39,15 @@ JOINED = Recast(
 )
 # Kernels of experts [out, in] as [E, in, out].
 STACKED = Recast(lambda *each: (jnp.stack([a.T for a in each]),), lambda a: tuple(expert.T for expert in a))
+# Two kernels of a gated MLP in one tensor [2F, H] as [H, 2, F]; those of experts, [E, 2F, H], as two of [E, H, F].
+GATED = Recast(
+    lambda a: (a.reshape(2, -1, a.shape[-1]).transpose(2, 0, 1),),
+    lambda a: (a.transpose(1, 2, 0).reshape(-1, a.shape[0]),),
+)
+GATED_STACK = Recast(
+    lambda a: tuple(jnp.split(a.swapaxes(1, 2), 2, -1)), lambda a, b: (jnp.concatenate([a, b], -1).swapaxes(1, 2),)
+)
+TURNED_STACK = Recast(lambda a: (a.swapaxes(1, 2),), lambda a: (a.swapaxes(1, 2),))
 # The forms whose tensors are weights of linear layers, or of experts: in FP8 their scales are recast alike.
 OF_LINEARS = (TURNED, JOINED, STACKED)
 # One tensor [..., n out] as [..., n, out].

@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NoReturn
 
 from te_jax.core.check import BOOL, NONE, STRING, Kind, check, integer, number, show
+from te_jax.flax._fields import shared_fields
+from te_jax.flax.mamba import Mamba2
 from te_jax.flax.moe import MoEBlock, router_of
 from te_jax.flax.transformer import TransformerLayer
 from te_jax.models import ModelConfig
@@ -232,6 +234,7 @@ _OF_LAYERS = (
     *("self_attn_mask_type", "window_size", "cross_window_size", "scale_attn_logits", "softmax_type", "score_mod"),
     *("attn_logit_softcap", "post_norms", "apply_residual_connection_post_layernorm", "output_layernorm"),
     *("parallel_attention_mlp", "parallel_shared_layernorm", "enable_rotary_pos_emb", "qk_norm_type"),
+    *("attn_logit_scale", "residual_multiplier", "sublayers"),
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale")
@@ -239,6 +242,10 @@ _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope")
 _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma"),
+)
+_OF_SSM = (
+    *("ssm_num_groups", "norm_groups", "norm_before_gate", "time_step_limit"),
+    *("layernorm_type", "layernorm_epsilon", "zero_centered_gamma"),
 )
 _OF_MODELS = ("embedding_scale", "output_scale", "logit_softcap", "embedding_norm", "final_norm", "head_transform")
 
@@ -272,6 +279,9 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
     mask = mask_type(layer.self_attn_mask_type)
     # What a text is padded with on the right is not seen from it anyway.
     found["self_attn_mask_type"] = mask._replace(padding=False) if mask.causal else mask
+    if layer.ssm is not None:
+        mixer = Mamba2(**shared_fields(layer, Mamba2) | dict(layer.ssm), parent=None)
+        found |= {f"ssm: {name}": getattr(mixer, name) for name in _OF_SSM}
     if layer.moe is None:
         return found
     experts = MoEBlock(**layer.moe, parent=None)

@@ -25,7 +25,7 @@ import transformers as hf
 HERE = pathlib.Path(__file__).parent
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "deepseek_v3"),
-    *("gpt2", "falcon", "bert", "t5"),
+    *("gpt2", "falcon", "bert", "t5", "granitemoehybrid"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
 DERIVED = (
@@ -82,7 +82,8 @@ def family(name: str, base: dict) -> dict:
     now = {word: getattr(made, word) for word in words} | {w: v for w, v in made.to_dict().items() if w not in base}
     derived = {word: value for word, value in now.items() if word not in words or value != words[word][1]}
     derived = {word: value for word, value in derived.items() if isinstance(value, int | str) and word in DERIVED}
-    both = [both_of(cls, *pair) for word in cls.attribute_map.items() for pair in (word, word[::-1])]
+    names = [word for word in cls.attribute_map.items() if "layer_types" not in word]  # whose values are no numbers
+    both = [both_of(cls, *pair) for word in names for pair in (word, word[::-1])]
     both += [both_of(cls, "hidden_size", "n_embed")] if name == "falcon" else []
     theta = cls.default_theta if "rope_parameters" in words else None
     return dict(words=words, derived=derived, theta=theta, both=both)

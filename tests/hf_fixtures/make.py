@@ -64,6 +64,21 @@ _DEEPSEEK = dict(
         original_max_position_embeddings=16,
     ),
 )
+_GRANITE = dict(
+    num_hidden_layers=3,
+    shared_intermediate_size=40,
+    num_local_experts=0,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    embedding_multiplier=1.5,
+    residual_multiplier=0.6,
+    attention_multiplier=0.3,
+    logits_scaling=0.7,
+    mamba_n_heads=4,
+    mamba_n_groups=2,
+    mamba_d_head=16,
+    mamba_d_state=12,
+    mamba_chunk_size=4,
+)
 _FALCON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None)
 _FALCON |= dict(eos_token_id=None, ffn_hidden_size=48)
 _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_heads=4, eos_token_id=None, pad_token_id=0)
@@ -89,6 +104,16 @@ MODELS = {
         hf.Gemma2Config(**_LLAMA, head_dim=12, query_pre_attn_scalar=12, sliding_window=5, attn_implementation="eager")
     ),
     "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**_LLAMA | _DEEPSEEK)),
+    "granite4": lambda: hf.GraniteMoeHybridForCausalLM(hf.GraniteMoeHybridConfig(**_LLAMA | _GRANITE)),
+    # Experts next to an MLP that all tokens meet, RoPE, and biases of the projections of Mamba-2.
+    "granite4-moe": lambda: hf.GraniteMoeHybridForCausalLM(
+        hf.GraniteMoeHybridConfig(
+            **_LLAMA
+            | _GRANITE
+            | dict(intermediate_size=20, num_local_experts=4, position_embedding_type="rope", tie_word_embeddings=True)
+            | dict(mamba_n_groups=1, mamba_proj_bias=True, mamba_conv_bias=False, mamba_d_conv=3)
+        )
+    ),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None

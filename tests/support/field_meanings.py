@@ -122,6 +122,8 @@ MEANINGS = {
     "deterministic_gradients": "Gradients of attention have the same bits in every run",
     "attn_logit_softcap": "c: scaled logits x become c * tanh(x / c). Plain JAX computes that, with s x t "
     "logits in memory",
+    "attn_logit_scale": "Multiplies the logits of attention instead of 1 / sqrt(d). None: as scale_attn_logits says",
+    "residual_multiplier": "Multiplies what attention, Mamba2, the MLP or experts give, before the residual is added",
     "context_checkpoint_name": "The name of the output for `jax.checkpoint` policies",
     "fuse_qkv_params": "One parameter for queries, keys and values (cross-attention and grouped queries: for keys and "
     "values). False has three",
