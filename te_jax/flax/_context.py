@@ -23,7 +23,7 @@ from te_jax.sharding import (
 from te_jax.sharding.resource import check_cuts_sequence_alone, check_in_mesh, is_manual
 
 
-def _asked_axis(module: nn.Module) -> str | None:
+def _named_axis(module: nn.Module) -> str | None:
     field, resource = module.context_parallel_axis, current_mesh_resource()
     return field or (resource.cp_resource if field == "" and resource is not None else None)
 
@@ -35,7 +35,7 @@ def cutting_axis(module: nn.Module, needed: bool = False) -> str | None:
 
     Raises ValueError for an axis that the mesh lacks, or that shards something else.
     """
-    axis, field, mesh = _asked_axis(module), module.context_parallel_axis, jax.sharding.get_abstract_mesh()
+    axis, field, mesh = _named_axis(module), module.context_parallel_axis, jax.sharding.get_abstract_mesh()
     if axis is None or (not mesh.axis_names and not field and not needed):
         return None
     given = f"context_parallel_axis is {axis!r}" if field else f"cp_resource of the MeshResource is {axis!r}"
@@ -70,7 +70,7 @@ class Context(NamedTuple):
         Raises what `cutting_axis` raises, and ValueError for a balanced order of a sequence that no axis cuts.
         """
         balanced = module.context_parallel_causal_load_balanced
-        if balanced and _asked_axis(module) is None:
+        if balanced and _named_axis(module) is None:
             raise ValueError(
                 f"{describe(module)}: context_parallel_causal_load_balanced is True, but no axis cuts the "
                 "sequence; set context_parallel_axis, or MeshResource(cp_resource=...)."

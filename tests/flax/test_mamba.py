@@ -407,8 +407,9 @@ def test_a_stale_cache_of_states():
     layer |= dict(num_attention_heads=2, hidden_dropout=0.0)
     model = te.models.CausalLM(te.models.ModelConfig(32, 1, H, layer=layer), dtype=jnp.float32)
     tokens = np.ones((2, 3), np.int32)
-    empty = quick_init(model.init)(KEY, tokens, decode=True)
-    full = {**empty, "cache": jax.tree.map(jnp.ones_like, empty["cache"])}
+    shapes = jax.eval_shape(lambda: model.init(KEY, tokens, decode=True))
+    empty = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), shapes)
+    full = {**empty, "cache": jax.tree.map(np.ones_like, empty["cache"])}
     shape = lambda variables: jax.eval_shape(lambda: te.models.generate(model, variables, tokens, 2))
     assert shape(empty).shape == (2, 2)
     with pytest.raises(ValueError, match="variables hold 'cache', with tokens that would count as read"):
