@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
-from te_jax.ops.experts.peers import address_op, keep_op
+from te_jax.ops.experts.peers import address_op, combine_of_peers, keep_op, permute_of_peers, tell_peers
 from te_jax.ops.experts.permute import combine_bwd_op, combine_op, permute_fp8_op, permute_fp8_source
 from te_jax.ops.formats import ROWS_128, TENSOR
 from te_jax.ops.permute import group, permute_source
@@ -125,3 +126,41 @@ def test_permute_of_addresses(width, kernels, rng):
 
     groups, got, want = run(parts, experts)
     same(got, want, int(groups.offsets[-1]))
+
+
+@pytest.mark.parametrize("mapped", [False, True])
+def test_a_device_among_one(mapped, rng):
+    """What it reads is its own, by its address on a GPU, in a recomputed pass and under vmap too."""
+    x, rows = (
+        jnp.asarray(rng.standard_normal((101, 256)), E4M3),
+        jnp.asarray(rng.standard_normal((1024, 256)), "bfloat16"),
+    )
+    weights, groups = jnp.asarray(rng.random((101, 2)), jnp.float32), groups_of(rng)
+
+    def layouts(read, x):
+        if read:
+            return permute_of_peers(x, groups, ("data", "data_t"), ("a",))
+        got = permute_fp8_source(x, groups).run(("data", "data_t"), E4M3, TENSOR, jnp.float32(1))
+        return {name: got[name] for name in ("data", "data_t")}
+
+    def sums(read, rows):
+        if read:
+            return combine_of_peers(*tell_peers(rows, ("a",)), groups.rows, weights, ("a",))
+        return combine_op(rows, groups.rows, weights, None)[0]
+
+    def both(read, x, rows):
+        got = jax.checkpoint(lambda x: layouts(read, x))(x)
+        in_groups = jnp.arange(groups.slots.size) < groups.offsets[-1]
+        got = {"data": jnp.where(in_groups[:, None], got["data"], 0), "data_t": jnp.where(in_groups, got["data_t"], 0)}
+        return got, sums(read, rows)
+
+    def run(read):
+        call = jax.vmap(lambda *args: both(read, *args)) if mapped else lambda *args: both(read, *args)
+        mesh = jax.make_mesh((1,), ("a",))
+        lead = (lambda a: jnp.stack([a, a[::-1]])) if mapped else lambda a: a
+        with jax.set_mesh(mesh):
+            shard = jax.shard_map(call, in_specs=P(), out_specs=P(), check_vma=False)
+            return jax.jit(shard)(lead(x), lead(rows))
+
+    as_f32 = lambda tree: jax.tree.map(lambda a: np.asarray(a, np.float32), tree)
+    jax.tree.map(np.testing.assert_array_equal, as_f32(run(True)), as_f32(run(False)))
