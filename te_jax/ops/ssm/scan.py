@@ -87,7 +87,9 @@ def _of_chunk(A, D, state, chunk, runs):
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
 
 
-def step_sizes(dt, bias, *, softplus, least, most, wide):
+def step_sizes(
+    dt: jax.Array, bias: jax.Array | None, *, softplus: bool, least: float, most: float, wide: Any
+) -> jax.Array:
     """How far each token moves the state, f32[b, s, h]. A step that is at a bound has the gradient of one within, which
     jnp.clip would halve."""
     dt = dt.astype(wide)
