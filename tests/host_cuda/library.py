@@ -55,6 +55,8 @@ extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribu
   return *value = major ? te_host_capability / 10 : te_host_capability % 10, cudaSuccess;
 }
 extern "C" cudaError_t cudaDriverGetVersion(int*) { return cudaErrorNoDevice; }
+extern "C" cudaError_t cudaGetDeviceCount(int*) { return cudaErrorNoDevice; }
+extern "C" cudaError_t cudaDeviceCanAccessPeer(int*, int, int) { return cudaErrorNoDevice; }
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
 extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {

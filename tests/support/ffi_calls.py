@@ -124,8 +124,8 @@ _PAIRS = {("te_gemm_grouped_paired", "lhs"), ("te_gemm_grouped_paired_wgrad", "r
 _ANY_FLOAT = {"x", "gamma", "beta"}
 ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma_partials", 0), *((t, "segments", 1) for t in TARGETS),
              # Experts, tokens and rows of the buffer are numbers of their own.
-             ("te_permute", "offsets", 0), ("te_permute_block", "offsets", 0), ("te_combine", "rows", 0),
-             ("te_combine_bwd", "rows", 0),
+             *((f"te_permute{form}", "offsets", 0) for form in ("", "_block", "_fp8", "_fp8_block")),
+             ("te_combine", "rows", 0), ("te_combine_bwd", "rows", 0),
              # One scale, or one for each expert.
              *((t, name, 0) for t in TARGETS if t.startswith("te_gemm_grouped") and "wide" not in t
                for name in ("lhs_scale_inv", "rhs_scale_inv")),
