@@ -56,11 +56,11 @@ def permute_of_peers(x: jax.Array, groups: Groups, layouts: Sequence[str], axes:
 
     groups: of the tokens of all, one device after the other.
     """
-    attrs, one = dict(topk=groups.rows.shape[-1]), jnp.ones((), jnp.float32)
+    attrs = dict(topk=groups.rows.shape[-1])
 
     def run(x, groups, addresses):
         source = Source(PERMUTE_FP8, attrs, (x, None, groups.slots, groups.offsets, None, addresses), 1)
-        got = source.run(layouts, x.dtype, TENSOR, one)
+        got = source.run(layouts, x.dtype, TENSOR, jnp.ones((), jnp.float32))
         return {name: got[name] for name in layouts}
 
     def read(x, groups):
