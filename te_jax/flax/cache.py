@@ -1,5 +1,6 @@
 """The KV cache of self-attention: keys and values of past tokens, in Flax's collection `cache`."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -60,11 +61,7 @@ class KVCache:
             )
         self._module, self._batch, self._names = module, 1 if module.transpose_batch_sequence else 0, names
         b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
-        if not module.is_mutable_collection(COLLECTION):
-            raise ValueError(
-                f"{describe(module)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
-                f"call `apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
-            )
+        check_mutable(module)
         self.fresh = module.is_initializing() or not module.has_variable(COLLECTION, names[0])
         self._size = self._capacity(max_decode_length)
         self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
@@ -189,19 +186,7 @@ class KVCache:
                 x = jax.sharding.reshard(x, PartitionSpec(*spec))
             return align(x, like)[0]
 
-        variable = self._module.variable(COLLECTION, name, zeros)
-        held = variable.value
-        if held.shape != shape:
-            raise ValueError(
-                f"{describe(self._module)}: {name} has shape {held.shape}, this call needs {shape}; a cache is for one "
-                'batch size and configuration (stacked by `nn.scan` it needs variable_axes={"cache": 0}).'
-            )
-        if held.dtype != dtype:
-            raise TypeError(
-                f"{describe(self._module)}: {name} is {held.dtype}, the inputs need {jnp.dtype(dtype)}; make the cache "
-                "with inputs of their dtype."
-            )
-        return variable
+        return variable_of_cache(self._module, name, zeros, shape, dtype)
 
     def _write(self, cached: jax.Array, new: jax.Array, slots: jax.Array) -> jax.Array:
         """cached [b, T, g, d] with new [b, s, g, d] in the slots [b, s]; a slot out of bounds is dropped."""
@@ -215,6 +200,37 @@ class KVCache:
         write = lambda row, tokens, at: row.at[at].set(tokens, mode="drop", unique_indices=True)
         out = jax.vmap(write, (batch, batch, 0), batch)(cached, new, slots)
         return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
+
+
+def check_mutable(module: nn.Module) -> None:
+    """Raises ValueError where a module that decodes may not write its cache."""
+    if not module.is_mutable_collection(COLLECTION):
+        raise ValueError(
+            f"{describe(module)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
+            f"call `apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
+        )
+
+
+def variable_of_cache(
+    module: nn.Module, name: str, zeros: Callable[[], jax.Array], shape: tuple[int, ...], dtype: Any
+) -> nn.Variable:
+    """The variable of this name, `zeros()` where this call makes it.
+
+    Raises ValueError for one of another shape, TypeError for one of another dtype.
+    """
+    variable = module.variable(COLLECTION, name, zeros)
+    held = variable.value
+    if held.shape != shape:
+        raise ValueError(
+            f"{describe(module)}: {name} has shape {held.shape}, this call needs {shape}; a cache is for one batch "
+            'size and configuration (stacked by `nn.scan` it needs variable_axes={"cache": 0}).'
+        )
+    if held.dtype != dtype:
+        raise TypeError(
+            f"{describe(module)}: {name} is {held.dtype}, the inputs need {jnp.dtype(dtype)}; make the cache with "
+            "inputs of their dtype."
+        )
+    return variable
 
 
 def lengths_of(module: nn.Module, mask: Any, b: int, s: int) -> jax.Array | None:

@@ -26,7 +26,7 @@ from te_jax.flax._fields import (
 from te_jax.flax._projections import by_heads, project_normed, project_output
 from te_jax.flax._state import describe
 from te_jax.flax.attention import mask_of_rows
-from te_jax.flax.cache import COLLECTION, lengths_of
+from te_jax.flax.cache import COLLECTION, check_mutable, lengths_of, variable_of_cache
 from te_jax.flax.dense import DenseGeneral
 from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers.mamba import MambaState, MambaWeights, mamba2
@@ -278,11 +278,7 @@ class Mamba2(Module):
 
     def _cached(self, x, B) -> MambaState:
         """The variables of the cache, 0 where this call makes them."""
-        if not self.is_mutable_collection(COLLECTION):
-            raise ValueError(
-                f"{describe(self)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; call "
-                f"`apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
-            )
+        check_mutable(self)
         b, past, (h, p), (g, n) = x.shape[0], self.conv_width - 1, x.shape[2:], B.shape[2:]
         wide = jnp.promote_types(x.dtype, jnp.float32)
         shapes = MambaState((b, past, h * p), (b, past, g * n), (b, past, g * n), (b, h, p, n))
@@ -290,19 +286,8 @@ class Mamba2(Module):
         return MambaState(*(self._variable(*each, x) for each in zip(CACHED, shapes, types)))
 
     def _variable(self, name, shape, dtype, like):
-        variable = self.variable(COLLECTION, name, lambda: align(jnp.zeros(shape, dtype), like)[0])
-        held = variable.value
-        if held.shape != shape:
-            raise ValueError(
-                f"{describe(self)}: {name} has shape {held.shape}, this call needs {shape}; a cache is for one batch "
-                'size and configuration (stacked by `nn.scan` it needs variable_axes={"cache": 0}).'
-            )
-        if held.dtype != dtype:
-            raise TypeError(
-                f"{describe(self)}: {name} is {held.dtype}, the inputs need {jnp.dtype(dtype)}; make the cache with "
-                "inputs of their dtype."
-            )
-        return variable
+        zeros = lambda: align(jnp.zeros(shape, dtype), like)[0]
+        return variable_of_cache(self, name, zeros, shape, dtype)
 
 
 def _of_taps(key, shape, dtype):

@@ -100,9 +100,9 @@ def rows_source(x: jax.Array | Received, groups: Groups, weights: jax.Array | No
     return source._replace(elements=tokens, experts=PerExpert(lambda a: a, jnp.sum, size))
 
 
-def rows_of_tokens(rows: jax.Array, groups: Groups, weights: jax.Array | None = None) -> jax.Array:
-    """[*B, ...]: the sum of a token's rows of [R, ...], times the weights [*B, k]; 0 where it has none."""
-    return combine_op(rows, groups.rows, weights, None)[0]
+def rows_of_tokens(rows: jax.Array, groups: Groups) -> jax.Array:
+    """[*B, ...]: the sum of a token's rows of [R, ...]; 0 where it has none."""
+    return combine_op(rows, groups.rows, None, None)[0]
 
 
 def _add_rows(rows: Pieces, routed: "Routed", weights, of_all, static: "ExpertStatic") -> tuple[jax.Array, Pieces]:
