@@ -213,7 +213,7 @@ def check_mutable(module: nn.Module) -> None:
 
 def variable_of_cache(
     module: nn.Module, name: str, zeros: Callable[[], jax.Array], shape: tuple[int, ...], dtype: Any
-) -> nn.Variable:
+) -> nn.Variable[jax.Array]:
     """The variable of this name, `zeros()` where this call makes it.
 
     Raises ValueError for one of another shape, TypeError for one of another dtype.
