@@ -55,6 +55,13 @@ __device__ __forceinline__ void Prefetch16(uint32_t address, const uint4* p, boo
       "l"(p), "r"(int(inside))
       : "memory");
 }
+// The same to a pointer; zeros if not `inside`.
+__device__ __forceinline__ void PrefetchOrZero16(void* shared, const void* p, bool inside) {
+  asm volatile(
+      "cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+      "l"(p), "r"(inside ? 16 : 0)
+      : "memory");
+}
 __device__ __forceinline__ void CommitPrefetch() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
 // All but the last kPending committed groups of the thread have arrived.
@@ -91,5 +98,23 @@ __device__ __forceinline__ void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4
     TE_MMA("bf16");
 }
 #undef TE_MMA
+
+// Four matrices of 8 x 8 numbers of 16 bits from shared memory: lane 8 i + r has the address of row r of
+// matrix i, and of each matrix a lane gets a word: two neighbours in row lane / 4, from column 2 * (lane % 4)
+// on; or, if kTransposed, in column lane / 4, from row 2 * (lane % 4) on.
+template <bool kTransposed>
+__device__ __forceinline__ void LoadMatrices(uint32_t (&words)[4], const void* row) {
+  const auto address = uint32_t(__cvta_generic_to_shared(row));
+  if constexpr (kTransposed)
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+  else
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(words[0]), "=r"(words[1]), "=r"(words[2]), "=r"(words[3])
+                 : "r"(address)
+                 : "memory");
+}
 
 }  // namespace te

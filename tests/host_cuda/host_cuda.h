@@ -11,6 +11,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <bit>
 #include <cmath>
 #include <cstring>
@@ -101,6 +102,18 @@ class Cta {
     slots_[current_->rank] = mine;
     SyncWarp();
     const uint32_t theirs = slots_[current_->rank / 32 * 32 + from];
+    SyncWarp();
+    return theirs;
+  }
+
+  // What the lanes of the warp have.
+  template <typename T>
+  std::array<T, 32> Gather(const T& mine) {
+    static T all[1024];
+    std::array<T, 32> theirs;
+    all[current_->rank] = mine;
+    SyncWarp();
+    std::copy_n(all + current_->rank / 32 * 32, 32, theirs.begin());
     SyncWarp();
     return theirs;
   }

@@ -34,6 +34,7 @@ SOURCES = (
     "rope",
     "router",
     "scaling",
+    "scan",
     "finish",
 )  # no tensor cores, no asynchronous copies
 
@@ -49,7 +50,9 @@ extern "C" const char* te_host_name(size_t i) { return i < te::Registry().size()
 extern "C" void* te_host_handler(size_t i) { return reinterpret_cast<void*>(te::Registry()[i].execute); }
 extern "C" int te_host_capability = 90;  // ten times that of the GPU that there seems to be
 extern "C" cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
+extern "C" int te_host_shared_bytes = 227 << 10;
 extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) return *value = te_host_shared_bytes, cudaSuccess;
   const bool major = attribute == cudaDevAttrComputeCapabilityMajor;
   if (!major && attribute != cudaDevAttrComputeCapabilityMinor) return cudaErrorNoDevice;
   return *value = major ? te_host_capability / 10 : te_host_capability % 10, cudaSuccess;

@@ -189,6 +189,25 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
     return *whole, *rest, dinitial.reshape(*x.shape[:lead], *dinitial.shape[1:])
 
 
+def _has_kernel(x, B, C):
+    """Whether the kernels of CUDA take such operands; they also want f32 where the rule leaves the choice."""
+    p, n = x.shape[-1], B.shape[-1]
+    return all(a.dtype == jnp.bfloat16 for a in (x, B, C)) and p % 8 == 0 and n % 8 == 0 and 8 <= n <= 256
+
+
+def _cuda(call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
+    if not _has_kernel(x, B, C):
+        return _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
+    lead, f32 = x.ndim - 3, jnp.float32
+    flat = lambda a, dtype=None: None if a is None else _one_batch(a, lead).astype(dtype or a.dtype)
+    single = lambda a: None if a is None else a.astype(f32)
+    dt = flat(dt, dt.dtype if dt.dtype == x.dtype else f32)
+    runs = None if segments is None else runs_of(flat(segments))
+    z, initial = flat(z, x.dtype), flat(initial, f32)
+    given = (flat(x), dt, single(A), flat(B), flat(C), single(D), z, single(dt_bias), runs, initial)
+    return [a.reshape(*x.shape[:lead], *a.shape[1:]) for a in call(*given, **attrs)]
+
+
 _OF_SCAN = (
     "x: b... s (g r) p, dt: b... s (g r), A: (g r), B: b... s ~g n, C: b... s ~g n, D?: (g r) ~p, "
     "z?: b... s (g r) p, dt_bias?: (g r), segments?: b... s"
@@ -204,7 +223,7 @@ ssd_fwd: Op = Op(
     dtypes=lambda x, *_, **attrs: (x, _sum_type(x), _sum_type(x)),
     reference=_reference,
     sizes=_SHARED,
-    composed=True,
+    cuda=_cuda,
 )
 """x, z of a floating type [b..., s, h, p], dt [b..., s, h], A, dt_bias [h], B, C [b..., s, g, n], D [h, p] or [h, 1],
 segments i32[b..., s], initial [b..., h, p, n] -> y of x's type, final f32: `ssd`, and

@@ -1,0 +1,164 @@
+// What the kernels of the state-space dual share: tiles of 16-bit numbers in shared memory as operands of the
+// tensor cores, and the steps of a chunk of tokens.
+#pragma once
+
+#include "base/fp8.cuh"
+#include "base/ptx.cuh"
+#include "base/reduce.cuh"
+
+namespace te::ssm {
+
+using Bf16 = __nv_bfloat16;
+
+constexpr int kChunk = 64;                         // tokens
+constexpr int kKept = 128;                         // tokens: how often the forward pass keeps the state
+constexpr int kWarps = 4, kThreads = 32 * kWarps;  // of a CTA that walks over a head's tokens
+constexpr int kBand = 16;                          // tokens of which a warp makes results: rows of a product
+
+// bf16 [kRows, kColumns]. Rows end in 16 bytes of padding: the eight rows of a matrix lie in different banks.
+template <int kRows, int kColumns>
+struct Tile {
+  static constexpr int kPitch = kColumns + 8;
+  alignas(16) Bf16 cells[kRows * kPitch];
+
+  __device__ __forceinline__ Bf16* At(int row, int column) { return cells + row * kPitch + column; }
+
+  // Fetches the rows at p, `stride` apart, of which `rows` are there, and of each `columns`, a multiple of 8;
+  // zeros elsewhere. All threads of the CTA call it.
+  template <int kCta = kThreads>
+  __device__ __forceinline__ void Fetch(const Bf16* p, int64_t stride, int rows, int columns) {
+    constexpr int kPieces = kColumns / 8;
+#pragma unroll
+    for (int i = threadIdx.x; i < kRows * kPieces; i += kCta) {
+      const int row = i / kPieces, column = i % kPieces * 8;
+      const bool inside = row < rows && column < columns;
+      PrefetchOrZero16(At(row, column), inside ? p + row * stride + column : p, inside);
+    }
+  }
+
+  // Clears the other rows. All threads of the CTA call it, and meet at barriers before and behind.
+  template <typename IsKept>
+  __device__ __forceinline__ void Keep(IsKept&& is_kept) {
+    constexpr int kPieces = kColumns / 8;
+    for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads)
+      if (!is_kept(i / kPieces)) *reinterpret_cast<uint4*>(At(i / kPieces, i % kPieces * 8)) = uint4{};
+  }
+
+  // Operands of MultiplyAdd. A [16, 16]: rows and columns from `row` and `column` on; of the transposed tile,
+  // `row` and `column` of the tile are A's column and row.
+  __device__ __forceinline__ void A(uint32_t (&a)[4], int row, int column) {
+    LoadMatrices<false>(a, At(row + Lane() % 16, column + Lane() / 16 * 8));
+  }
+  __device__ __forceinline__ void TransposedA(uint32_t (&a)[4], int row, int column) {
+    LoadMatrices<true>(a, At(row + Lane() % 8 + Lane() / 16 * 8, column + Lane() / 8 % 2 * 8));
+  }
+  // Two B [16, 8], neighbours in their columns: words 0 and 1, 2 and 3. The tile has B's rows as rows, or, of
+  // the transposed tile, as columns.
+  __device__ __forceinline__ void B(uint32_t (&b)[4], int row, int column) {
+    LoadMatrices<true>(b, At(row + Lane() % 16, column + Lane() / 16 * 8));
+  }
+  __device__ __forceinline__ void TransposedB(uint32_t (&b)[4], int row, int column) {
+    LoadMatrices<false>(b, At(row + Lane() % 8 + Lane() / 16 * 8, column + Lane() / 8 % 2 * 8));
+  }
+};
+
+// left, right: two results of MultiplyAdd, [16, 8] each and neighbours.
+template <typename F>
+__device__ __forceinline__ void Multiply2(float (&left)[4], float (&right)[4], const uint32_t (&a)[4],
+                                          F&& load) {
+  uint32_t b[4];
+  load(b);
+  MultiplyAdd<false>(left, a, b[0], b[1]);
+  MultiplyAdd<false>(right, a, b[2], b[3]);
+}
+
+// The place of element i of a result of MultiplyAdd, of the lane.
+__device__ __forceinline__ int RowOf(int i) { return Lane() / 4 + i / 2 * 8; }
+__device__ __forceinline__ int ColumnOf(int i) { return Lane() % 4 * 2 + i % 2; }
+
+__device__ __forceinline__ uint32_t Pack(float low, float high) {
+  const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);
+  uint32_t word;
+  memcpy(&word, &both, sizeof(word));
+  return word;
+}
+__device__ __forceinline__ float2 Unpack(uint32_t word) {
+  return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
+// How the state moves from token to token.
+struct StepArgs {
+  const void* dt;        // [rows, s, h], bf16 or f32
+  const float* A;        // [h]
+  const float* dt_bias;  // [h], or nullptr
+  const int* runs;       // [rows, s], or nullptr: which tokens belong together
+  int s, h;
+  bool is_bf16, softplus;
+  float least, most;  // bounds of a step
+
+  // dt, with its bias.
+  __device__ __forceinline__ float Given(int64_t row, int token, int head) const {
+    const int64_t at = (row * s + token) * h + head;
+    const float given =
+        is_bf16 ? __bfloat162float(static_cast<const Bf16*>(dt)[at]) : static_cast<const float*>(dt)[at];
+    return dt_bias ? given + dt_bias[head] : given;
+  }
+  __device__ __forceinline__ float Unbounded(float given) const {
+    return softplus ? fmaxf(given, 0) + log1pf(expf(-fabsf(given))) : given;
+  }
+  __device__ __forceinline__ float Step(int64_t row, int token, int head) const {
+    const float step = Unbounded(Given(row, token, head));
+    return step < least ? least : step > most ? most : step;
+  }
+  // The derivative of `Step` to what is given.
+  __device__ __forceinline__ float Slope(float given) const {
+    const float step = Unbounded(given);
+    return step < least || step > most ? 0.f : softplus ? 1.f / (1.f + expf(-given)) : 1.f;
+  }
+};
+
+// Of the tokens of a chunk, and of the token before it.
+struct Steps {
+  float sizes[kChunk];  // 0 behind the last token
+  float sums[kChunk];   // of the logarithms to base 2 of decays, up to a token
+  int runs[kChunk], before;
+
+  // One warp calls it.
+  __device__ __forceinline__ void Set(const StepArgs& a, int64_t row, int head, int first) {
+    constexpr float kLog2E = 1.44269504f;
+    // exp2 of it is 0; larger ones would push the small ones behind them out of the sum.
+    constexpr float kLeast = -160;
+    float logs[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int at = 2 * Lane() + i, token = first + at;
+      const float step = token < a.s ? a.Step(row, token, head) : 0.f;
+      const float log = token < a.s ? step * a.A[head] * kLog2E : 0.f;
+      sizes[at] = step, logs[i] = log < kLeast ? kLeast : log;
+      if (a.runs) runs[at] = a.runs[row * a.s + min(token, a.s - 1)];
+    }
+    if (a.runs && Lane() == 0) before = a.runs[row * a.s + min(max(first - 1, 0), a.s - 1)];
+    float sum = logs[0] + logs[1];
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const float other = __shfl_sync(~0u, sum, max(Lane() - by, 0));
+      if (Lane() >= by) sum += other;
+    }
+    const float before_pair = __shfl_sync(~0u, sum, max(Lane() - 1, 0));
+    sums[2 * Lane()] = (Lane() > 0 ? before_pair : 0.f) + logs[0], sums[2 * Lane() + 1] = sum;
+  }
+
+  // How much of the state before the chunk is there at a token, and how much of what token `from` adds at
+  // `to`, the same or a later one; where `IsSeen` or `Continues`, or there are no runs.
+  static constexpr int kLast = kChunk - 1;
+  __device__ __forceinline__ float Since(int to) const { return Exp2(sums[to]); }
+  __device__ __forceinline__ float Between(int from, int to) const { return Exp2(sums[to] - sums[from]); }
+  __device__ __forceinline__ bool Continues(int to, bool has_runs) const {
+    return !has_runs || runs[to] == before;
+  }
+  __device__ __forceinline__ bool IsSeen(int from, int to, bool has_runs) const {
+    return from <= to && (!has_runs || runs[from] == runs[to]);
+  }
+};
+
+}  // namespace te::ssm
