@@ -33,8 +33,8 @@ from te_jax.sharding import (
     W_TP_AXES,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
-from te_jax.sharding.constraints import entries, place_axis, spec_of
-from te_jax.sharding.logical_axes import gathered_axes, head_axes
+from te_jax.sharding.constraints import entries, place_axis, spec_of, split_over
+from te_jax.sharding.logical_axes import gathered_axes
 
 QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
 
@@ -162,7 +162,7 @@ def by_heads(module, name: str, x, width: int):
     """
     joined, heads = x.ndim == 4, x.shape[-1] // width
     x = checkpoint_name(x, f"combined_{name}_proj" if joined else f"{name}_proj")
-    names, devices = _split_over(x, -1)
+    names, devices = split_over(x, -1)
     shape = (*x.shape[:-1], heads, width)
     if heads % devices == 0:
         axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
@@ -176,36 +176,11 @@ def by_heads(module, name: str, x, width: int):
     return place_axis(x, -1, ()).reshape(shape)
 
 
-def _split_over(x, axis: int) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
-    aval = jax.typeof(x)
-    if on_explicit_mesh(aval):
-        names, mesh = entries(aval)[axis], aval.sharding.mesh
-    else:
-        names, mesh = head_axes(), jax.sharding.get_abstract_mesh()
-    return names, math.prod(mesh.shape[name] for name in names)
-
-
-def repeat_groups(query, *others):
-    """`Projected.arrays` with each head of keys and values repeated for the devices of tensor parallelism that share
-    it, where these do not divide g. A device then has the one head that its queries read, as in Megatron."""
-    if not others:
-        return (query,)
-    names, devices = _split_over(query, -2)
-    g = others[0].shape[-2]
-    copies = math.lcm(g, devices) // g
-    if copies == 1:
-        return query, *others
-    repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
-    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], x.shape[-2] * copies, x.shape[-1]), -2, names)
-    return query, *map(each, others)
-
-
 def spread_over_heads(x, like):
     """x [b, t, 1, c] for each head of like [b, t, h, ...]: [b, t, h, c], placed as these heads are."""
     shape, aval = (*like.shape[:-1], x.shape[-1]), jax.typeof(like)
     if not on_explicit_mesh(aval):
-        return place_axis(jnp.broadcast_to(x, shape), -2, _split_over(like, -2)[0])
+        return place_axis(jnp.broadcast_to(x, shape), -2, split_over(like, -2)[0])
     # The one head may lie otherwise, as under sequence parallelism. It crosses devices, and so does the sum over heads
     # of its gradient, for which the broadcast has to be sharded where it is made.
     x = jax.sharding.reshard(x, spec_of((*entries(aval)[:-2], (), ())))

@@ -88,7 +88,8 @@ class Mamba2(Module):
     norm, and the projection back; the projections are in FP8 under `te_jax.autocast`.
 
     ssm_num_heads, ssm_head_dim, ssm_state_size: h, p and n.
-    ssm_num_groups:        g, a divisor of h: heads of a group share B and C.
+    ssm_num_groups:        g, a divisor of h: heads of a group share B and C. Tensor parallelism may have more devices
+                           than groups: each then has the group of its heads.
     conv_width:            w, from 2 to 4, the tokens that a convolution sees. use_conv_bias: with biases.
     time_step_min, time_step_max, time_step_floor: dt_bias begins so that steps are spread from the first to the second
                            by their logarithm, and none is below the third.

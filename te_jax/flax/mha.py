@@ -19,7 +19,7 @@ from te_jax.flax._fields import (
     shared_fields,
     warn_unused,
 )
-from te_jax.flax._projections import QKV, project, project_output, projection_names, repeat_groups
+from te_jax.flax._projections import QKV, project, project_output, projection_names
 from te_jax.flax._qk_norm import normalize_heads
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
@@ -27,6 +27,7 @@ from te_jax.flax.attention import DotProductAttention, mask_of_rows
 from te_jax.flax.cache import KVCache
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import Scaling
+from te_jax.sharding.constraints import repeat_groups
 
 _LAYOUTS = {1: "bs3hd", 2: "bshd_bs2hd", 3: "bshd_bshd_bshd"}  # by how many arrays hold q, k and v
 

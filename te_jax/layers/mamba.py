@@ -16,10 +16,11 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import causal_conv1d, ssd
-from te_jax.ops.ssm.conv import check_shape
+from te_jax.ops.ssm.conv import check_shape, last_inputs
+from te_jax.ops.ssm.runs import runs_of
 from te_jax.ops.ssm.scan import LIMIT, step_sizes
 from te_jax.sharding import current_mesh_resource
-from te_jax.sharding.constraints import place_axis
+from te_jax.sharding.constraints import place_axis, repeat_groups, split_over
 from te_jax.sharding.resource import check_cuts_sequence_alone, check_in_mesh, is_manual
 
 
@@ -153,31 +154,43 @@ def mamba2(
     check_shape(name, "lengths", lengths, x.shape[:1])
     if lengths is not None and segments is not None:
         raise ValueError(f"{name}: lengths and segments are both given; a row of segments is full: pass one of them.")
-    scanned = partial(_conv_and_scan, dt_limit=tuple(dt_limit), wanted=return_state)
+    limit, over = tuple(dt_limit), split_over(x, -2)
     if axis is None:
         x, B, C, dt, z = (_real(a, lengths) for a in (x, B, C, dt, z))
-        y, last = scanned(x, B, C, dt, weights, segments, state, lengths)
+        y, last = _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, limit, over, return_state)
     else:
         _check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
-        y, last = _on_each_device(scanned, axis, x, B, C, dt, weights, segments), None
+        y, last = _on_each_device(axis, limit, over, x, B, C, dt, weights, segments), None
     options = dict(groups=norm_groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
     y = gated_rmsnorm(y, z, weights.norm, **options, name=name)
     return (y, last) if return_state else y
 
 
-def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, *, dt_limit, wanted):
+def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, limit, over, wanted):
     """-> y [b, s, h, p] before its norm, and the MambaState behind the tokens, or None unless `wanted`."""
-    past = state or (None,) * 4
-    given = zip((x, B, C), past, weights[:3], weights[3:6])
-    conv = partial(_conv_of_heads, segments=segments, lengths=lengths, wanted=wanted)
-    (x, x_last), (B, B_last), (C, C_last) = (conv(*each) for each in given)
-    steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=dt_limit)
+    *past, ssm = state or (None,) * 4
+    x, B, C, *last = _convolved(x, B, C, weights, past, segments, lengths, over, wanted)
+    steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=limit)
     if lengths is not None:  # A step of 0 moves no state, unless it meets an inf or NaN that overflow has made.
-        x, B, C, dt = (_real(a, lengths) for a in (x, B, C, _steps_of(dt, weights, dt_limit)))
+        x, B, C, dt = (_real(a, lengths) for a in (x, B, C, _steps_of(dt, weights, limit)))
         steps = {}
-    options = dict(segments=segments, initial_state=past[3], return_final_state=wanted)
+    options = dict(segments=segments, initial_state=ssm, return_final_state=wanted)
     out = ssd(x, dt, _decay_rate(weights, x), B, C, weights.D, **steps, **options)
-    return (out[0], MambaState(x_last, B_last, C_last, out[1])) if wanted else (out, None)
+    return (out[0], MambaState(*last, out[1])) if wanted else (out, None)
+
+
+def _convolved(x, B, C, weights, past, segments, lengths, over, wanted):
+    """-> x, B, C behind their convolutions, and the last inputs of the three, or None unless they are wanted. B and C
+    have as many groups as the devices `over` which heads are split need, so that each has the group of its heads."""
+    kernels, biases = weights[:3], weights[3:6]
+    if B.shape[2] % over[1] and on_explicit_mesh(jax.typeof(B)):  # Such groups are whole on every device.
+        whole = lambda a: None if a is None else place_axis(a, -1, ())
+        kernels, biases = ((of_x, *map(whole, others)) for of_x, *others in (kernels, biases))
+    conv = partial(_conv_of_heads, segments=segments, lengths=lengths, wanted=wanted)
+    arrays, last = zip(*map(conv, (x, B, C), past, kernels, biases))
+    if B.shape[2] > 1:  # The scan shares one group with all heads, wherever these are.
+        arrays = repeat_groups(*arrays, over=over)
+    return *arrays, *last
 
 
 def _steps_of(dt, weights, limit):
@@ -200,18 +213,23 @@ def _decay_rate(weights, x):
 
 def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
     """silu(conv(a)) of a [b, s, heads, d], and the last inputs [b, w-1, heads*d], or None unless they are wanted."""
-    channels = a.reshape(*a.shape[:2], -1)
-    own = lengths is not None and wanted
-    options = dict(activation="silu", segments=segments, initial_state=past, return_final_state=wanted and not own)
-    out = causal_conv1d(channels, kernel, bias, **options)
-    y, last = out if wanted and not own else (out, None)
-    if own:
-        width = kernel.shape[0] - 1
-        before = jnp.zeros((a.shape[0], width, channels.shape[-1]), a.dtype) if past is None else past
+    channels, count = _by_channels(a), kernel.shape[0] - 1
+    options = dict(activation="silu", segments=segments, initial_state=past)
+    if lengths is None and wanted:
+        y, last = causal_conv1d(channels, kernel, bias, **options, return_final_state=True)
+    else:
+        y, last = causal_conv1d(channels, kernel, bias, **options), None
+    if lengths is not None and wanted:
+        before = jnp.zeros((a.shape[0], count, channels.shape[-1]), a.dtype) if past is None else past
         tokens = jnp.concatenate([before.astype(a.dtype), channels], 1)
-        at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(width)
+        at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(count)
         last = jnp.take_along_axis(tokens, at[..., None], 1)
     return y.reshape(a.shape), last
+
+
+def _by_channels(a):
+    """[b, s, heads, d] -> [b, s, heads*d]."""
+    return a.reshape(*a.shape[:2], -1)
 
 
 # -- a sequence that devices share --------------------------------------------------------------------------------
@@ -231,21 +249,22 @@ def _check_cut(name, s, width, axis, state, lengths, return_state):
         )
 
 
-def _on_each_device(scanned, axis, x, B, C, dt, weights, segments):
-    """`scanned` with each device's tokens, and the state behind those of the devices before it -> y [b, s, h, p]."""
+def _on_each_device(axis, limit, over, x, B, C, dt, weights, segments):
+    """y [b, s, h, p] before its norm. Each device scans its tokens from a state of zeros, and adds what those of the
+    devices before have left to the tokens that see it."""
 
     def shard(x, B, C, dt, segments, weights):
         x, B, C, dt, segments, weights = align(x, B, C, dt, segments, weights)
-        goes_on = _goes_on(segments, axis)
-        tails = [_tail(a, weights.x_kernel.shape[0] - 1, segments) for a in (x, B, C)]
+        runs, goes_on = None if segments is None else runs_of(segments), _goes_on(segments, axis)
+        tails = [last_inputs(_by_channels(a), runs, weights.x_kernel.shape[0] - 1) for a in (x, B, C)]
         before = [jnp.where(goes_on[:, None, None], _from_a_device_before(a, axis), 0) for a in tails]
-        ssm = jnp.zeros((x.shape[0], *x.shape[2:], B.shape[-1]), jnp.promote_types(x.dtype, jnp.float32))
-        _, local = scanned(x, B, C, dt, weights, segments, MambaState(*before, *align(ssm, x)[:1]), None, wanted=True)
-        rate = _decay_rate(weights, x)
-        kept = jnp.exp(jnp.sum(_steps_of(dt, weights, scanned.keywords["dt_limit"]) * rate, 1))
-        whole = jnp.ones(x.shape[0], bool) if segments is None else jnp.all(segments == segments[:, :1], 1)
-        state = _behind_others(local.ssm, jnp.where(whole[:, None], kept, 0), goes_on, axis)
-        return scanned(x, B, C, dt, weights, segments, MambaState(*before, state), None, wanted=False)[0]
+        x, B, C, *_ = _convolved(x, B, C, weights, before, segments, None, over, False)
+        rate, steps = _decay_rate(weights, x), dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=limit)
+        y, state = ssd(x, dt, rate, B, C, weights.D, **steps, segments=segments, return_final_state=True)
+        logs = jnp.cumsum(_steps_of(dt, weights, limit) * rate, 1)
+        first = None if runs is None else runs[..., None] == 0
+        since = jnp.exp(logs if first is None else jnp.where(first, logs, -jnp.inf))
+        return _add_state(y, C, _behind_others(state, since[:, -1], goes_on, axis), since, first)
 
     if is_manual(axis):
         return shard(x, B, C, dt, segments, weights)
@@ -273,14 +292,16 @@ def _goes_on(segments, axis):
     return (_from_a_device_before(segments[:, -1], axis) == segments[:, 0]) & ~is_first
 
 
-def _tail(a, count, segments):
-    """The last inputs of a convolution [b, count, channels], 0 where they are not of the last token's segment."""
-    last = a.reshape(*a.shape[:2], -1)[:, a.shape[1] - count :]
-    if segments is None:
-        return last
-    ends = segments[:, ::-1] != segments[:, -1:]
-    same = ~jnp.cumsum(ends, 1, dtype=jnp.int32).astype(bool)[:, ::-1]
-    return jnp.where(same[:, same.shape[1] - count :, None], last, 0)
+def _add_state(y, C, state, since, sees):
+    """y [b, s, h, p], and what a state f32[b, h, p, n] before the tokens adds to those that see it, bool[b, s, 1], or
+    all. since: f32[b, s, h], what is left of the state."""
+    groups, exact = C.shape[2], y.dtype not in (jnp.bfloat16, jnp.float16)
+    state = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
+    precision = jax.lax.Precision.HIGHEST if exact else None
+    added = jnp.einsum("bsgn,bgrpn->bsgrp", C.astype(state.dtype), state, precision=precision)
+    added = added.reshape(y.shape) * since[..., None]
+    added = added if sees is None else jnp.where(sees[..., None], added, 0)
+    return (y.astype(added.dtype) + added).astype(y.dtype)
 
 
 def _behind_others(state, kept, goes_on, axis):
@@ -289,5 +310,6 @@ def _behind_others(state, kept, goes_on, axis):
     kept, step = jnp.where(goes_on[:, None], kept, 0), 1
     while step < jax.lax.axis_size(axis):
         before, left = (_from_a_device_before(a, axis, step) for a in (state, kept))
-        state, kept, step = before * kept[..., None, None] + state, left * kept, 2 * step
+        reaches = jnp.where(kept[..., None, None] == 0, 0, before * kept[..., None, None])  # not NaN: 0 times an inf
+        state, kept, step = reaches + state, left * kept, 2 * step
     return jnp.where(goes_on[:, None, None, None], _from_a_device_before(state, axis), 0)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax.core.check import warn
@@ -46,6 +47,36 @@ def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
     spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[at] = names or None
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def split_over(x: jax.Array, axis: int) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that split the heads, which lie on `axis` of x, and the number of their devices."""
+    aval = jax.typeof(x)
+    if on_explicit_mesh(aval):
+        names, mesh = entries(aval)[axis], aval.sharding.mesh
+    else:
+        names, mesh = head_axes(), jax.sharding.get_abstract_mesh()
+    return names, math.prod(mesh.shape[name] for name in names)
+
+
+def repeat_groups(
+    heads: jax.Array, *groups: jax.Array, over: tuple[tuple[str, ...], int] | None = None
+) -> tuple[jax.Array, ...]:
+    """heads [..., h, d] and groups [..., g, e] that they share, each group repeated for the devices that share it where
+    those that split the heads do not divide g. A device then has the one group of its heads, as in Megatron.
+
+    over: `split_over` of the heads, where it was asked outside of a `jax.shard_map` around.
+    """
+    if not groups:
+        return (heads,)
+    names, devices = over or split_over(heads, -2)
+    g = groups[0].shape[-2]
+    copies = math.lcm(g, devices) // g
+    if copies == 1:
+        return heads, *groups
+    repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
+    each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], x.shape[-2] * copies, x.shape[-1]), -2, names)
+    return heads, *map(each, groups)
 
 
 def place_output(y: jax.Array, sharding: Any) -> jax.Array:

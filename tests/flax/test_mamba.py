@@ -186,9 +186,12 @@ def test_nnx():
     close(y, linen.apply({"params": te_nnx.to_linen(module)["params"]}, x)[0])
 
 
-@pytest.mark.parametrize(("kind", "groups"), [("auto", 1), ("auto", 2), ("explicit", 1), ("explicit", 2)])
-def test_mesh(kind, groups):
-    """Rows over dp, heads over tp, which does not divide one group: the numbers of one device, gradients too."""
+@pytest.mark.parametrize(("kind", "groups", "tp"), [
+    ("auto", 1, 4), ("auto", 2, 2), ("auto", 2, 4), ("explicit", 1, 2), ("explicit", 2, 2), ("explicit", 2, 4),
+])  # fmt: skip
+def test_mesh(kind, groups, tp):
+    """Rows over dp, heads over tp, also over more devices than there are groups: the numbers of one device, gradients
+    too, and on each device the scan of its heads."""
     module, x, weights = mamba(ssm_num_groups=groups), data(4, S, H), data(4, S, H, seed=2)
     params = drawn(module, x)
 
@@ -198,7 +201,7 @@ def test_mesh(kind, groups):
 
     want = jax.jit(run)(params, x)
     types = (AxisType.Auto,) * 2 if kind == "auto" else (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=types)
+    mesh = jax.make_mesh((2, tp), ("dp", "tp"), axis_types=types)
     with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
         place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
         boxes = jax.eval_shape(lambda: module.init(KEY, x))["params"]
@@ -207,8 +210,12 @@ def test_mesh(kind, groups):
         specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
         assert specs["x"]["kernel"] == specs["x_conv_kernel"] == PartitionSpec(None, "tp")
         with nn.logical_axis_rules(rules):
-            got = jax.jit(run)(jax.tree.map(place, params, specs), place(x, PartitionSpec("dp")))
+            placed = jax.tree.map(place, params, specs), place(x, PartitionSpec("dp"))
+            compiled = jax.jit(run).lower(*placed).compile()
+            got = compiled(*placed)
     close(got, want)
+    text = compiled.as_text()  # Two rows, and heads, of a device; or of all.
+    assert f"f32[2,{S},{N // tp},{P}]" in text and f"f32[2,{S},{N},{P}]" not in text
 
 
 @pytest.mark.parametrize(("kind", "packed"), [
@@ -240,9 +247,10 @@ def test_a_sequence_on_several_devices(kind, packed):
             whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
             shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
             run = partial(run, apply=shards) if kind == "manual" else run
-            text = str(jax.make_jaxpr(run)(params, placed))
+            jaxpr = jax.make_jaxpr(run)(params, placed).jaxpr
             got = jax.jit(run)(params, placed)
-    assert "ppermute" in text
+    names = [eqn.primitive.name for eqn in equations(jaxpr)]
+    assert "ppermute" in names and names.count("te_ssd_fwd") == names.count("te_ssd_bwd") == 1
     close(got, want)
 
 

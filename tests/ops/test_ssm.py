@@ -1,5 +1,6 @@
 """Mamba-2's ops against one token after the other in float64."""
 
+import itertools
 from functools import partial
 
 import jax
@@ -218,6 +219,32 @@ def test_steps_at_their_bounds():
     got, want = (jax.jit(lambda given, fn=fn: both(fn, given, cotangents)[1]["dt"])(given) for fn in (ours, theirs))
     assert (np.asarray(got[1:4]) != 0).all() and (got[0] == got[4]).all()
     np.testing.assert_allclose(got, want, 2.0**-18, 2.0**-18)  # Two f32 sums of 5 tokens of 32 products.
+
+
+def test_what_is_not_finite_stays_in_its_chunk(rng):
+    """And in its segment: other segments of other chunks, and their gradients, have the same bits as without it."""
+    s, bad = 300, 130  # in the second of three chunks, and the second of three segments
+    draw = lambda *shape: rng.standard_normal(shape).astype(np.float32)
+    given = dict(x=draw(s, 2, 4), dt=draw(s, 2), B=draw(s, 1, 8), C=draw(s, 1, 8))
+    ids = np.searchsorted([100, 140], np.arange(s), side="right").astype(np.int32)
+    elsewhere = (np.arange(s) // 128 != bad // 128) & (ids != ids[bad])
+
+    @jax.jit
+    @jax.vmap
+    def run(given):
+        fn = lambda given: ssd(A=-np.ones(2, np.float32), **given, dt_softplus=True, segments=ids)
+        y, pull = jax.vjp(fn, given)
+        return dict(y=y, **pull(jnp.ones_like(y))[0])
+
+    spoiled = [given]
+    for name, value in itertools.product(given, (np.nan, np.inf)):
+        at = np.expand_dims(np.arange(s) == bad, tuple(range(1, given[name].ndim)))
+        spoiled.append(given | {name: np.where(at, np.float32(value), given[name])})
+    found = run(jax.tree.map(lambda *rows: np.stack(rows), *spoiled))
+    for name, rows in jax.tree.map(np.asarray, found).items():
+        assert not np.isfinite(rows[1:, ids == 1]).all() and np.isfinite(rows[0]).all()
+        for row in rows[1:, elsewhere]:
+            np.testing.assert_array_equal(row, rows[0, elsewhere], name)
 
 
 def test_what_the_backward_pass_keeps():

@@ -31,8 +31,15 @@ def _reference(x, kernel, bias, segments, initial, *, silu, width):
         at = slice(tap, tap + s)
         y = y + as_rank(kernel[tap].astype(wide), x.ndim) * in_run_of(tokens[..., at, :], at, own)
     y = activation.silu(y) if silu else y
-    final = in_run_of(tokens[..., s:, :], slice(s, None), None if runs is None else runs[..., -1:])
-    return y.astype(x.dtype), final.astype(x.dtype)
+    return y.astype(x.dtype), last_inputs(tokens, runs, past).astype(x.dtype)
+
+
+def last_inputs(tokens: jax.Array, runs: jax.Array | None, count: int) -> jax.Array:
+    """The last `count` of tokens [..., s, c], 0 where their run, i32[..., s], is not the last one's. None: one run."""
+    last = tokens[..., tokens.shape[-2] - count :, :]
+    if runs is None:
+        return last
+    return jnp.where((runs[..., runs.shape[-1] - count :] == runs[..., -1:])[..., None], last, 0)
 
 
 def _bwd_reference(dy, dfinal, x, kernel, bias, segments, initial, **attrs):

@@ -49,9 +49,17 @@ def _by_groups(a, groups):
     return a.reshape(a.shape[0], groups, -1, *a.shape[2:])
 
 
+class _Left(NamedTuple):
+    """How much is left of what tokens add to the state, f32 between 0 and 1, and who sees it."""
+
+    within: jax.Array  # [b, h, l, l]: at token i of token j; 0 unless i sees j
+    since: jax.Array  # [b, h, l]: at token i of the state before the chunk; 0 unless i sees it
+    sees_state: jax.Array | None  # bool[b, l]; None: all tokens do
+    is_seen: jax.Array | None  # bool[b, l]: by the last token of the chunk; None: all are
+
+
 def _decays(logs, runs):
-    """logs f32[b, h, l], of how much of a state a token leaves -> f32[b, h, l, l]: how much of what token j adds to the
-    state is there at token i, and f32[b, h, l]: how much of the state before the chunk.
+    """logs f32[b, h, l], of how much of a state a token leaves.
 
     A sum of logs from j to i is added up from j on: the difference of sums from the chunk's beginning would lose the
     small ones behind a large one. What i does not see is masked before exp, which so is at most 1.
@@ -60,31 +68,48 @@ def _decays(logs, runs):
     after, seen = ((at[:, None] > at[None])[None, None], (at[:, None] >= at[None])[None, None])
     between = jnp.cumsum(jnp.where(after, logs[..., None], 0), -2)
     since = jnp.cumsum(logs, -1)
+    sees_state = is_seen = None
     if runs is not None:
         seen = seen & (runs.own[:, None, :, None] == runs.own[:, None, None, :])
-        since = jnp.where((runs.own == runs.before[:, None])[:, None], since, -jnp.inf)
-    return jnp.exp(jnp.where(seen, between, -jnp.inf)), jnp.exp(since)
+        sees_state, is_seen = runs.own == runs.before[:, None], runs.own == runs.own[:, -1:]
+        since = jnp.where(sees_state[:, None], since, -jnp.inf)
+    return _Left(jnp.exp(jnp.where(seen, between, -jnp.inf)), jnp.exp(since), sees_state, is_seen)
 
 
 def _of_chunk(A, D, state, chunk, runs):
-    """state f32[b, h, p, n] before the chunk -> y [b, l, h, p], the state after it."""
+    """state f32[b, h, p, n] before the chunk -> y [b, l, h, p], the state after it.
+
+    Between chunks nothing of tokens crosses that are not seen, not even an inf or NaN: a factor of 0 would keep it.
+    """
     wide = state.dtype
     groups = chunk.B.shape[2]
     of_groups = partial(_by_groups, groups=groups)
     x32, B, C = (a.astype(wide) for a in (chunk.x, chunk.B, chunk.C))
     steps = jnp.swapaxes(chunk.steps, 1, 2)
-    within, since = map(of_groups, _decays(steps * A[None, :, None], runs))
+    left = _decays(steps * A[None, :, None], runs)
+    within, since = map(of_groups, left[:2])
     x, old = of_groups(jnp.swapaxes(x32, 1, 2)), of_groups(state)  # [b, g, r, l, p], [b, g, r, p, n]
     added = x * of_groups(steps)[..., None]
     scores = _dot("blgn,bmgn->bglm", C, B)
     y = _dot("bgrlm,bgrmp->bgrlp", scores[:, :, None] * within, added)
-    y = y + _dot("blgn,bgrpn->bgrlp", C, old) * since[..., None]
-    last = _dot("bgrlp,blgn->bgrpn", added * within[..., -1, :, None], B)
-    new = old * since[..., -1, None, None] + last
+    of_state = _dot("blgn,bgrpn->bgrlp", _only(C, left.sees_state, 1), old) * since[..., None]
+    y = y + _only(of_state, left.sees_state, 3)
+    kept, B = _only(added * within[..., -1, :, None], left.is_seen, 3), _only(B, left.is_seen, 1)
+    old = old * since[..., -1, None, None]
+    old = old if left.sees_state is None else _only(old, left.sees_state[:, -1], 1)
+    new = old + _dot("bgrlp,blgn->bgrpn", kept, B)
     y = jnp.swapaxes(y.reshape(*y.shape[:1], -1, *y.shape[3:]), 1, 2)
     y = y if D is None else y + as_rank(D, x32.ndim) * x32
     y = y if chunk.z is None else y * silu(chunk.z.astype(wide))
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
+
+
+def _only(a, tokens, axis):
+    """a [b, ...], 0 but for these, bool[b, l], where `axis` is their axis of a, or bool[b]; None: a as it is."""
+    if tokens is None:
+        return a
+    at = (0, axis) if tokens.ndim == 2 else (0,)
+    return jnp.where(jnp.expand_dims(tokens, tuple(i for i in range(a.ndim) if i not in at)), a, 0)
 
 
 def step_sizes(
@@ -288,8 +313,10 @@ def ssd(
 
     Returns y as x, computed in f32; with return_final_state (y, final_state f32[b..., h, p, n]), the state behind the
     last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
-    arguments; the backward pass keeps the state before each chunk of 128 tokens. Raises ValueError for wrong shapes or
-    bounds, TypeError for dtypes.
+    arguments; the backward pass keeps the state before each chunk of 128 tokens. An inf or NaN of a token may reach all
+    tokens of its chunk, as 0 times it in a product, and from other chunks only those of its segment; so does that of a
+    gradient. What stands between segments must be finite, as keys that attention hides. Raises ValueError for wrong
+    shapes or bounds, TypeError for dtypes.
     """
     name = "ssd"
     operands = x, dt, A, B, C, D, z, dt_bias, segments, initial_state = as_jax(
