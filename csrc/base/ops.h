@@ -86,13 +86,37 @@ Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg
                      Ret dgamma, Ret dbeta, Ret dgamma_partials, Ret dbeta_partials, bool rms,
                      bool zero_centered);
 
+// A causal convolution of each channel over a few tokens. x [b, s, c], kernel f32 [width, c], bias? f32 [c],
+// runs? i32 [b, s], a number for each run of tokens that belong together, initial? [b, width - 1, c] of x's
+// type -> y as x, last? as initial: the inputs that the next token sees. width is 2 to 4, c a multiple of 8.
+Status LaunchConvFwd(cudaStream_t stream, Arg x, Arg kernel, Arg bias, Arg runs, Arg initial, Ret y, Ret last,
+                     bool silu, int64_t width);
+
+// dy as x, dlast? as last, the rest as above -> dx as x, dkernel f32 [width, c], dbias? f32 [c], dinitial? as
+// initial; of b max(1, ceil(s / 128)) partials.
+Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, Arg bias, Arg runs,
+                     Arg initial, Ret dx, Ret dkernel, Ret dbias, Ret dinitial, Ret dkernel_partials,
+                     Ret dbias_partials, bool silu, int64_t width);
+
 // The state-space dual. x bf16 [b, s, h, p], dt bf16 or f32 [b, s, h], A f32 [h], B, C bf16 [b, s, g, n], D?
 // f32 [h, 1 or p], z? as x, dt_bias? f32 [h], runs? i32 [b, s], a number for each run of tokens that belong
-// together, initial? f32 [b, h, p, n] -> y as x, last? f32 [b, h, p, n], states? f32 [b, ceil(s / 128), h, p,
-// n]: before each 128 tokens. shared: h / g, or 1 where g is 1. p and n are multiples of 8, n at most 256.
+// together, initial? f32 [b, h, p, n] -> y as x, last? f32 [b, h, p, n], states? f32 [b, ceil(s / 512), h, p,
+// n]: before each 512 tokens. shared: h / g, or 1 where g is 1. p and n are multiples of 8, n at most 256.
 Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z, Arg dt_bias,
                     Arg runs, Arg initial, Ret y, Ret last, Ret states, bool softplus, double least,
                     double most, int64_t shared);
+
+// dy as x, dlast? as last, the rest as above, D f32 [h, 1], states that the forward pass kept -> dx as x, ddt
+// as dt, dA f32 [h], dB, dC as B, dD? f32 [h, 1], ddt_bias? f32 [h], dinitial? as initial; z and dz are
+// absent. n is at most 128. The partials are [b ceil(s / 64), ..]. In slabs of slab_rows rows and slab_tokens
+// tokens (a multiple of 512, or of 64 and s or more), with CTAs of slab_heads heads; workspace, each part a
+// multiple of 256 bytes: the state f32 [b, h, p, n] unless dinitial is there, twice bf16 [slab_rows,
+// slab_tokens / 64, h, p, n], twice f32 [slab_rows, slab_tokens, g, ceil(h / g / slab_heads), n].
+Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z,
+                    Arg dt_bias, Arg runs, Arg states, Ret dx, Ret ddt, Ret dA, Ret dB, Ret dC, Ret dD,
+                    Ret dz, Ret ddt_bias, Ret dinitial, Ret workspace, Ret dA_partials, Ret dD_partials,
+                    Ret ddt_bias_partials, bool softplus, double least, double most, int64_t shared,
+                    int64_t slab_rows, int64_t slab_tokens, int64_t slab_heads);
 
 // x [..., s, n, h, d], of whose n slots the first `turned` turn; positions f32 [..., s], inv_freq f32 [r] ->
 // y as x.

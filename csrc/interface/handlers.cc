@@ -29,7 +29,11 @@ TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");
 TE_HANDLER(te_rope, LaunchRope, "consecutive", "inverse", "turned");
+TE_HANDLER(te_causal_conv1d_fwd, LaunchConvFwd, "silu", "width");
+TE_HANDLER(te_causal_conv1d_bwd, LaunchConvBwd, "silu", "width");
 TE_HANDLER(te_ssd_fwd, LaunchSsdFwd, "softplus", "least", "most", "shared");
+TE_HANDLER(te_ssd_bwd, LaunchSsdBwd, "softplus", "least", "most", "shared", "slab_rows", "slab_tokens",
+           "slab_heads");
 TE_HANDLER(te_router_fwd, LaunchRouterFwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",
            "num_groups", "group_topk");
 TE_HANDLER(te_router_bwd, LaunchRouterBwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",

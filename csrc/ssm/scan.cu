@@ -188,8 +188,7 @@ template <int kN, int kP, int kStages>
 Status Run(cudaStream_t stream, const ScanArgs& a, int64_t rows) {
   const auto kernel = te_ssd_fwd<kN, kP, kStages>;
   constexpr size_t kBytes = sizeof(Shared<kN, kP, kStages>);
-  TE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                               cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)));
+  TE_TRY(AllowShared(kernel, kBytes));
   const dim3 grid(a.steps.h, unsigned(CeilDiv(a.p, kP)), unsigned(rows));
   kernel<<<grid, kThreads, kBytes, stream>>>(a);
   TE_LAUNCHED();
@@ -237,9 +236,8 @@ Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg
   TE_CHECK(s <= INT32_MAX - ssm::kChunk && h * p * n <= INT32_MAX && rows <= 65535 && p <= 65535,
            "%s: x is %s, too large for one call", kOp, x.shape().c_str());
   if (rows * h * p == 0) return {};
-  int device, shared_bytes;
-  TE_CUDA(cudaGetDevice(&device));
-  TE_CUDA(cudaDeviceGetAttribute(&shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  int64_t shared_bytes = 0;
+  TE_TRY(ssm::SharedBytes(&shared_bytes));
   const ssm::StepArgs steps{dt.data,
                             Data<const float>(A),
                             Data<const float>(dt_bias),

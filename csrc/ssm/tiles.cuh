@@ -11,7 +11,7 @@ namespace te::ssm {
 using Bf16 = __nv_bfloat16;
 
 constexpr int kChunk = 64;                         // tokens
-constexpr int kKept = 128;                         // tokens: how often the forward pass keeps the state
+constexpr int kKept = 512;                         // tokens: how often the forward pass keeps the state
 constexpr int kWarps = 4, kThreads = 32 * kWarps;  // of a CTA that walks over a head's tokens
 constexpr int kBand = 16;                          // tokens of which a warp makes results: rows of a product
 
@@ -160,5 +160,21 @@ struct Steps {
     return from <= to && (!has_runs || runs[from] == runs[to]);
   }
 };
+
+// Of shared memory that a CTA may have.
+inline Status SharedBytes(int64_t* bytes) {
+  int device, most;
+  TE_CUDA(cudaGetDevice(&device));
+  TE_CUDA(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device));
+  *bytes = most;
+  return {};
+}
+
+template <typename Kernel>
+Status AllowShared(Kernel kernel, size_t bytes) {
+  TE_CUDA(cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                               cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)));
+  return {};
+}
 
 }  // namespace te::ssm

@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
-from ffi_calls import KERNELS, for_cudnn
+from ffi_calls import CALLS, for_cudnn
 from benchmarks.op_case import E5M2
 from benchmarks.op_cases import CASES
 
@@ -52,7 +52,7 @@ def cuda_calls(case, rng):
     return [line for line in text.splitlines() if "custom_call @te_" in line]
 
 
-@pytest.mark.parametrize("case", KERNELS, ids=str)
+@pytest.mark.parametrize("case", CALLS, ids=str)
 def test_lowering_matches_the_handler(case, rng):
     (call,) = cuda_calls(case, rng)
     assert f"@{case.op}(" in call
@@ -74,7 +74,7 @@ def test_lowering_matches_the_handler(case, rng):
 
 
 def test_every_handler_has_an_op():
-    assert declared_handlers().keys() == {case.op for case in KERNELS}
+    assert declared_handlers().keys() == {case.op for case in CALLS}
 
 
 @pytest.mark.parametrize("case", [case for case in CASES if case.declared.composed], ids=str)

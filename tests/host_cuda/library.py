@@ -34,7 +34,9 @@ SOURCES = (
     "rope",
     "router",
     "scaling",
+    "conv",
     "scan",
+    "scan_bwd",
     "finish",
 )  # no tensor cores, no asynchronous copies
 

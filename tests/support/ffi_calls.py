@@ -17,14 +17,14 @@ import numpy as np
 from benchmarks.op_case import E4M3, E5M2, Case
 from benchmarks.op_cases import CASES
 
-_OF_XLA = ("swiglu_grouped",)  # no kernel takes its bias
+# No kernel takes the bias of the one, nor the type and sizes of the others.
+_OF_XLA = ("swiglu_grouped", "ssd", "ssd_shared", "ssd_bwd", "ssd_shared_bwd")
 KERNELS = [case for case in CASES if not case.declared.composed and case.name not in _OF_XLA]
-TARGETS = tuple(dict.fromkeys(case.op for case in KERNELS))
 
 
 def _with_other_operands() -> Iterator[Case]:
     """Calls whose kernel takes what those of `op_cases` leave to XLA, or leave out."""
-    by_name = {case.name: case for case in KERNELS}
+    by_name = {case.name: case for case in CASES}
     bf16, f32 = jnp.dtype(jnp.bfloat16), jnp.float32
     for name, types in (
         ("gemm_bias_c", (bf16, bf16, None, None)),
@@ -32,11 +32,18 @@ def _with_other_operands() -> Iterator[Case]:
     ):
         case = by_name[name]  # an f32 result's bias is added outside
         yield replace(case, name=f"{name}_bf16", dtypes=(*types, bf16, bf16), attrs=case.attrs | dict(out_dtype=bf16))
+    ssd, of_x = by_name["ssd"], (bf16, bf16, f32, bf16, bf16, f32)
+    sizes = ssd.sizes | dict(p=8, n=8)
+    yield replace(ssd, name="ssd_bf16", sizes=sizes, dtypes=(*of_x, bf16, f32, jnp.int32, f32))
+    bwd = dict(sizes=sizes, dtypes=(bf16, f32, *of_x, None, f32, jnp.int32, f32), ones={"D": ("p",)})
+    outputs = ("dx", "ddt", "dA", "dB", "dC", "dD", "ddt_bias", "dinitial")
+    yield replace(by_name["ssd_bwd"], name="ssd_bwd_bf16", outputs=outputs, **bwd)
     for ones in ((), ("g",), ("b...0", "g")):
         yield replace(by_name["attention_bias_h_bwd"], name=f"attention_bias{ones}_bwd", ones={"bias": ones})
 
 
 CALLS = (*KERNELS, *_with_other_operands())
+TARGETS = tuple(dict.fromkeys(case.op for case in CALLS))
 
 
 class Call(NamedTuple):

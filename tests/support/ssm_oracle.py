@@ -80,3 +80,47 @@ def near(got, want, size, name, error):
     bound = error * size + float(info.eps) * np.abs(want) + max(float(info.smallest_subnormal), 1e-30)
     off = np.where(np.abs(want) < float(info.max), np.abs(got - want) / bound, 0)
     assert off.max(initial=0) <= 1, f"{name}: {off.max():.3g} times what is allowed"
+
+
+KINDS = ("plain", "long memory", "strong decay", "some strong", "large steps", "no steps")
+CASES = 24  # of each program: four rows of segments for each kind
+
+
+def segments_of(rng, s, case):
+    """One segment, a few, one of each token, or ids that come again."""
+    return [np.full(s, 3), np.sort(rng.integers(0, 4, s)), np.arange(s), rng.integers(0, 2, s)][case % 4]
+
+
+def row(rng, kind, s, h, g, p, n, dtype):
+    """Operands of one row, rounded to `dtype`, and cotangents."""
+    draw = lambda *shape: rng.standard_normal(shape)
+    given = dict(x=draw(s, h, p), dt=draw(s, h), A=-np.exp(draw(h)), B=draw(s, g, n), C=draw(s, g, n), D=draw(h))
+    given |= dict(z=draw(s, h, p), dt_bias=draw(h), initial_state=draw(h, p, n))
+    if kind == "long memory":
+        given["A"] *= 1e-5
+    if kind in ("strong decay", "some strong"):  # Logarithms of down to -50 a token; softplus(50) = 50.
+        given["A"] = -np.ones(h)
+        given["dt"] = np.full((s, h), 50.0) if kind == "strong decay" else np.where(draw(s, h) > 1, 50.0, given["dt"])
+    if kind == "large steps":
+        given["dt"] = 20 + 20 * rng.random((s, h))
+    if kind == "no steps":
+        given["dt"] = np.full((s, h), -60.0)
+    given["x"], given["B"] = given["x"] / 4, given["B"] / np.sqrt(n)  # f16 has gradients up to 65504
+    rounded = {
+        k: a.astype(jnp.float32 if k in ("A", "D", "dt_bias", "initial_state") else dtype) for k, a in given.items()
+    }
+    return rounded, (draw(s, h, p).astype(dtype), draw(h, p, n).astype(np.float32))
+
+
+def both(fn, given, cotangents):
+    """Results, and gradients by name."""
+    outs, pull = jax.vjp(fn, given)
+    return dict(y=outs[0], final=outs[1]), pull(cotangents)[0]
+
+
+def rows_of(rng, s, h, g, p, n, dtype, absent, count=CASES):
+    """`count` rows: operands but for those `absent`, cotangents, segments."""
+    rows = [row(rng, KINDS[i * len(KINDS) // count], s, h, g, p, n, dtype) for i in range(count)]
+    given, cotangents = jax.tree.map(lambda *a: np.stack(a), *rows)
+    segments = np.stack([segments_of(rng, s, i) for i in range(count)]).astype(np.int32)
+    return {k: a for k, a in given.items() if k not in absent}, cotangents, segments

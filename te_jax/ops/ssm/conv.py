@@ -4,14 +4,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import max_dim
 
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, check, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
+from te_jax.ops.formats import ceil_div
 from te_jax.ops.quantize import activation
-from te_jax.ops.ssm.runs import runs_of
+from te_jax.ops.ssm.runs import rows_of, runs_of
 
 WIDTHS = (2, 3, 4)
 ACTIVATION = one_of("silu") | NONE
@@ -50,6 +52,39 @@ def _bwd_reference(dy, dfinal, x, kernel, bias, segments, initial, **attrs):
     return pull((dy, jnp.zeros_like(final) if dfinal is None else dfinal))
 
 
+_TOKENS_PER_CTA = 128  # of csrc/ssm/conv.cu
+
+
+def _has_kernel(x, kernel, bias, *others):
+    """Whether the kernels take such operands. others: as x, or None."""
+    sizes_known = all(isinstance(size, int) for size in x.shape)
+    of_types = all(a is None or a.dtype == jnp.float32 for a in (kernel, bias)) and all(
+        a is None or a.dtype == x.dtype for a in others
+    )
+    return sizes_known and of_types and x.dtype != jnp.float64 and x.shape[-1] % 8 == 0
+
+
+def _cuda(call, x, kernel, bias, segments, initial, **attrs):
+    if not _has_kernel(x, kernel, bias, initial):
+        return _reference(x, kernel, bias, segments, initial, **attrs)
+    runs, flat, initial = rows_of(x.ndim - 2, segments, x, initial)
+    return [a.reshape(*x.shape[:-2], *a.shape[1:]) for a in call(flat, kernel, bias, runs, initial, **attrs)]
+
+
+def _bwd_cuda(call, dy, dfinal, x, kernel, bias, segments, initial, **attrs):
+    if not _has_kernel(x, kernel, bias, initial, dy, dfinal):
+        return _bwd_reference(dy, dfinal, x, kernel, bias, segments, initial, **attrs)
+    runs, dy, dfinal, flat, initial = rows_of(x.ndim - 2, segments, dy, dfinal, x, initial)
+    dx, dkernel, *rest = call(dy, dfinal, flat, kernel, bias, runs, initial, **attrs)
+    of_rows = lambda a: a.reshape(*x.shape[:-2], *a.shape[1:])
+    return [of_rows(dx), dkernel, *(a if a.ndim == 1 else of_rows(a) for a in rest)]
+
+
+def _parts(dy, *_, **attrs):
+    """Partials of what is summed over tokens."""
+    return (dy[0] * max_dim(1, ceil_div(dy[1], _TOKENS_PER_CTA)),)
+
+
 _OF_CONV = "x: b... s c, kernel: w c, bias?: c, segments?: b... s, initial?: b... v c"
 _OF_WIDTH = {"w": lambda *, width, **_: width, "v": lambda *, width, **_: width - 1}
 
@@ -60,7 +95,7 @@ conv_fwd: Op = Op(
     dtypes=lambda x, *_, **attrs: (x, x),
     reference=_reference,
     sizes=_OF_WIDTH,
-    composed=True,
+    cuda=_cuda,
 )
 """x of a floating type [b..., s, c], kernel [w, c], bias [c], segments i32[b..., s], initial [b..., w-1, c] -> y [b...,
 s, c], final [b..., w-1, c], of x's type: `causal_conv1d`. Computed in f32. silu: bool. width: w.
@@ -74,7 +109,8 @@ conv_bwd: Op = Op(
     dtypes=lambda dy, dfinal, x, kernel, bias, segments, initial, **attrs: (x, kernel, bias, initial),
     reference=_bwd_reference,
     sizes=_OF_WIDTH,
-    composed=True,
+    partials={"dkernel": _parts, "dbias": _parts},
+    cuda=_bwd_cuda,
 )
 """The backward pass of te_causal_conv1d_fwd, of its operands: results of their types, sums in f32."""
 
@@ -112,6 +148,8 @@ def causal_conv1d(
         raise ValueError(f"{name}: x has shape {x.shape}; pass [b..., s, c].")
     if kernel.ndim != 2 or kernel.shape[0] not in WIDTHS or kernel.shape[1] != x.shape[-1]:
         raise ValueError(f"{name}: kernel has shape {kernel.shape}; pass [w, {x.shape[-1]}] with w from 2 to 4.")
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    kernel, bias = (None if a is None else a.astype(wide) for a in (kernel, bias))
     width = kernel.shape[0]
     check_shape(name, "bias", bias, x.shape[-1:])
     check_shape(name, "segments", segments, x.shape[:-1])

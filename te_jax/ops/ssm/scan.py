@@ -18,10 +18,11 @@ from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm.conv import check_shape
-from te_jax.ops.ssm.runs import runs_of
+from te_jax.ops.ssm.runs import one_batch, rows_of, runs_of
 
-CHUNK = 128
-"""Tokens of a chunk: how often states are kept for the backward pass, not what is computed."""
+KEPT = 512
+"""Tokens: how often the state is kept for the backward pass."""
+_CHUNK = 128  # tokens of a chunk of the reference
 
 
 class _Chunk(NamedTuple):
@@ -127,7 +128,7 @@ def _to_chunks(a, s):
     """[b, s, ...] -> [c, b, l, ...]: chunks, the last one filled up with zeros. None stays."""
     if a is None:
         return None
-    length = max(1, min(s, CHUNK))
+    length = max(1, min(s, _CHUNK))
     a = jnp.pad(a, [(0, 0), (0, -s % length)] + [(0, 0)] * (a.ndim - 2))
     return jnp.moveaxis(a.reshape(a.shape[0], -1, length, *a.shape[2:]), 1, 0)
 
@@ -143,14 +144,9 @@ def _runs_of_chunks(segments, s):
         return None
     runs = runs_of(segments)
     before = jnp.pad(runs, [(0, 0), (1, 0)])[:, : max(s, 1)]
-    length = max(1, min(s, CHUNK))
+    length = max(1, min(s, _CHUNK))
     own = jnp.pad(runs, [(0, 0), (0, -s % length)], mode="edge") if s else runs
     return _Runs(_to_chunks(own, own.shape[1]), jnp.moveaxis(before[:, ::length], 1, 0)[: -(-s // length)])
-
-
-def _one_batch(a, lead):
-    """[b..., ...] with one axis for its first `lead`. None stays."""
-    return None if a is None else a.reshape(math.prod(a.shape[:lead]), *a.shape[lead:])
 
 
 class _Call(NamedTuple):
@@ -164,7 +160,7 @@ class _Call(NamedTuple):
     @classmethod
     def of(cls, x, steps, A, B, C, D, z, segments, lead):
         s = x.shape[lead]
-        flat = lambda a: _one_batch(a, lead)
+        flat = lambda a: one_batch(a, lead)
         tokens = _Chunk(*(_to_chunks(flat(a), s) for a in (x, steps, B, C, z)))
         D = None if D is None else D.astype(steps.dtype)
         return cls(A.astype(steps.dtype), D, tokens, _runs_of_chunks(flat(segments), s))
@@ -175,16 +171,21 @@ def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, le
     batch, (s, h, p), n = x.shape[:lead], x.shape[lead:], B.shape[-1]
     steps = step_sizes(dt, dt_bias, softplus=softplus, least=least, most=most, wide=wide)
     call = _Call.of(x, steps, A, B, C, D, z, segments, lead)
-    state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else _one_batch(initial.astype(wide), lead)
+    state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else one_batch(initial.astype(wide), lead)
+
+    final, (y, states) = _scan(call, align(state, x)[0])
+    y, states = _tokens_of(y, s).reshape(x.shape), states[:: KEPT // _CHUNK]
+    return y, final.reshape(*batch, *final.shape[1:]), jnp.moveaxis(states, 0, 1).reshape(*batch, -1, h, p, n)
+
+
+def _scan(call, state):
+    """-> the state behind all chunks; y of each chunk, and the state before it."""
 
     def body(state, tokens):
         y, new = _of_chunk(call.A, call.D, state, *tokens)
         return new, (y, state)
 
-    state, *_ = align(state, x)
-    final, (y, states) = lax.scan(body, state, (call.chunks, call.runs))
-    y = _tokens_of(y, s).reshape(x.shape)
-    return y, final.reshape(*batch, *final.shape[1:]), jnp.moveaxis(states, 0, 1).reshape(*batch, -1, h, p, n)
+    return lax.scan(body, state, (call.chunks, call.runs))
 
 
 def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, *, softplus, least, most, shared):
@@ -200,11 +201,13 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
         *of_all, dstate, grads = pull((dy, dstate))
         return (dstate, jax.tree.map(jnp.add, total, tuple(of_all))), grads
 
-    states = jnp.moveaxis(_one_batch(states, lead), 1, 0)
-    dfinal = jnp.zeros(states.shape[1:], wide) if dfinal is None else _one_batch(dfinal.astype(wide), lead)
+    first = jnp.zeros_like(states, shape=(*states.shape[:lead], *states.shape[lead + 1 :]))
+    first = one_batch(first if s == 0 else states[(slice(None),) * lead + (0,)], lead)
+    _, (_, states) = _scan(call, align(first, x)[0])
+    dfinal = jnp.zeros(states.shape[1:], wide) if dfinal is None else one_batch(dfinal.astype(wide), lead)
     zeros = jax.tree.map(jnp.zeros_like, (call.A, call.D))
     carry = align(dfinal, zeros, x)[:2]
-    xs = call.chunks, call.runs, _to_chunks(_one_batch(dy, lead), s), states
+    xs = call.chunks, call.runs, _to_chunks(one_batch(dy, lead), s), states
     (dinitial, (dA, dD)), grads = lax.scan(body, tuple(carry), xs, reverse=True)
     grads = _Chunk(*(_tokens_of(a, s) for a in grads))
     ddt, ddt_bias = pull_steps(grads.steps.reshape(steps.shape))
@@ -214,30 +217,83 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
     return *whole, *rest, dinitial.reshape(*x.shape[:lead], *dinitial.shape[1:])
 
 
-def _has_kernel(x, B, C):
-    """Whether the kernels of CUDA take such operands; they also want f32 where the rule leaves the choice."""
+# -- CUDA -------------------------------------------------------------------------------------------------------
+
+
+def _has_kernel(most_states, x, B, C, *others):
+    """Whether the kernels take such operands. others: as they are computed with, f32, or None."""
+    sizes_known = all(isinstance(size, int) for a in (x, B) for size in a.shape)
+    of_types = {a.dtype for a in (x, B, C)} == {jnp.dtype(jnp.bfloat16)} and all(
+        a is None or a.dtype == jnp.float32 for a in others
+    )
     p, n = x.shape[-1], B.shape[-1]
-    return all(a.dtype == jnp.bfloat16 for a in (x, B, C)) and p % 8 == 0 and n % 8 == 0 and 8 <= n <= 256
+    return sizes_known and of_types and p % 8 == 0 and n % 8 == 0 and 8 <= n <= most_states
 
 
 def _cuda(call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
-    if not _has_kernel(x, B, C):
+    if dt.dtype != x.dtype:
+        dt = dt.astype(jnp.float32)
+    if z is not None and z.dtype != x.dtype or not _has_kernel(256, x, B, C, A, D, dt_bias, initial):
         return _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
-    lead, f32 = x.ndim - 3, jnp.float32
-    flat = lambda a, dtype=None: None if a is None else _one_batch(a, lead).astype(dtype or a.dtype)
-    single = lambda a: None if a is None else a.astype(f32)
-    dt = flat(dt, dt.dtype if dt.dtype == x.dtype else f32)
-    runs = None if segments is None else runs_of(flat(segments))
-    z, initial = flat(z, x.dtype), flat(initial, f32)
-    given = (flat(x), dt, single(A), flat(B), flat(C), single(D), z, single(dt_bias), runs, initial)
-    return [a.reshape(*x.shape[:lead], *a.shape[1:]) for a in call(*given, **attrs)]
+    lead = x.ndim - 3
+    runs, *flat = rows_of(lead, segments, x, dt, B, C, z, initial)
+    x1, dt, B, C, z, initial = flat
+    y, *states = call(x1, dt, A, B, C, D, z, dt_bias, runs, initial, **attrs)
+    return [y.reshape(x.shape), *(a.reshape(*x.shape[:lead], *a.shape[1:]) for a in states)]
+
+
+_SLAB_BYTES = 48 << 20  # of the states of a slab's chunks, which so stay in L2
+_CTAS = 264  # two for each multiprocessor of an H100
+
+
+def _slab(rows, s, h, p, n, g):
+    """How the backward pass cuts a call: rows and tokens of a slab, heads of a CTA (csrc/ssm/scan_bwd.cu)."""
+    blocks = -(-s // KEPT)
+    of_block = KEPT // _CUDA_CHUNK * h * p * n * 4
+    at_once = max(1, _SLAB_BYTES // of_block)
+    slab_rows = min(rows, max(1, at_once // max(blocks, 1)))
+    tokens = min(KEPT * min(at_once, blocks), -(-s // _CUDA_CHUNK) * _CUDA_CHUNK)
+    units = slab_rows * (tokens // _CUDA_CHUNK) * h
+    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, 16, units // _CTAS)))
+
+
+_CUDA_CHUNK = 64
+
+
+def _workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
+    (rows, s, h, p), (g, n) = x.shape, B.shape[2:]
+    carried = 0 if "dinitial" in outputs else rows * h * p * n * 4
+    states = 2 * slab_rows * (slab_tokens // _CUDA_CHUNK) * h * p * n * 2
+    parts = 2 * slab_rows * slab_tokens * g * -(-(h // g) // slab_heads) * n * 4
+    return sum(-(-size // 256) * 256 for size in (carried, states, parts))
+
+
+def _parts(dy, dfinal, x, *_, **attrs):
+    """Partials of what is summed over tokens: one for each chunk of a row."""
+    return (x[0] * -(-x[1] // _CUDA_CHUNK),)
+
+
+def _bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs):
+    if dt.dtype != x.dtype and dt.dtype != jnp.float32 or dy.dtype != x.dtype:
+        takes = False
+    else:
+        takes = z is None and (D is None or D.shape[-1] == 1)
+    if not takes or not x.size or not _has_kernel(128, x, B, C, A, D, dt_bias, dfinal, states):
+        return _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs)
+    lead = x.ndim - 3
+    runs, *flat = rows_of(lead, segments, dy, dfinal, x, dt, B, C, states)
+    dy, dfinal, x1, dt1, B1, C1, states = flat
+    attrs |= _slab(*x1.shape, B.shape[-1], B.shape[-2])
+    grads = call(dy, dfinal, x1, dt1, A, B1, C1, D, None, dt_bias, runs, states, **attrs)
+    batch = x.shape[:lead]
+    return [a if a.ndim <= 2 else a.reshape(*batch, *a.shape[1:]) for a in grads]
 
 
 _OF_SCAN = (
     "x: b... s (g r) p, dt: b... s (g r), A: (g r), B: b... s ~g n, C: b... s ~g n, D?: (g r) ~p, "
     "z?: b... s (g r) p, dt_bias?: (g r), segments?: b... s"
 )
-_STATE, _STATES = "b... (g r) p n", f"b... s/{CHUNK} (g r) p n"
+_STATE, _STATES = "b... (g r) p n", f"b... s/{KEPT} (g r) p n"
 _SHARED = {"r": lambda *, shared, **_: shared}
 _sum_type = lambda x: jnp.promote_types(x, jnp.float32)
 
@@ -253,7 +309,7 @@ ssd_fwd: Op = Op(
 """x, z of a floating type [b..., s, h, p], dt [b..., s, h], A, dt_bias [h], B, C [b..., s, g, n], D [h, p] or [h, 1],
 segments i32[b..., s], initial [b..., h, p, n] -> y of x's type, final f32: `ssd`, and
 
-states  f32[b..., s/128, h, p, n], the state before each chunk of tokens
+states  f32[b..., s/512, h, p, n], the state before each 512 tokens
 
 softplus: bool. least, most: bounds of dt. shared: how many heads share a group of B and C; 1 where there is one group,
 which then is broadcast to all heads, so that devices may split them.
@@ -270,7 +326,9 @@ ssd_bwd: Op = Op(
     ),
     reference=_bwd_reference,
     sizes=_SHARED,
-    composed=True,
+    partials=dict.fromkeys(("dA", "dD", "ddt_bias"), _parts),
+    workspace=_workspace,
+    cuda=_bwd_cuda,
 )
 """The backward pass of te_ssd_fwd, of its operands and the states that it kept: results of the operands' types, and
 dinitial in f32. What happens within a chunk is computed again."""
@@ -313,7 +371,7 @@ def ssd(
 
     Returns y as x, computed in f32; with return_final_state (y, final_state f32[b..., h, p, n]), the state behind the
     last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
-    arguments; the backward pass keeps the state before each chunk of 128 tokens. An inf or NaN of a token may reach all
+    arguments; the backward pass keeps the state before each 512 tokens. An inf or NaN of a token may reach all
     tokens of its chunk, as 0 times it in a product, and from other chunks only those of its segment; so does that of a
     gradient. What stands between segments must be finite, as keys that attention hides. Raises ValueError for wrong
     shapes or bounds, TypeError for dtypes.
@@ -330,6 +388,8 @@ def ssd(
     check(name, "dt_limit", dt_limit, LIMIT)
     check(name, "return_final_state", return_final_state, BOOL)
     _check_shapes(name, dict(zip(names, operands)))
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    A, D, dt_bias = (None if a is None else a.astype(wide) for a in (A, D, dt_bias))
     D = D[:, None] if D is not None and D.ndim == 1 else D
     groups = B.shape[-2]
     shared = 1 if groups == 1 else x.shape[-2] // groups

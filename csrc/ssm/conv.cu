@@ -1,0 +1,308 @@
+// te_causal_conv1d_fwd and te_causal_conv1d_bwd: each channel by itself, over a few tokens. A thread has
+// eight channels of some tokens and keeps in registers what the next token sees; x is read once, y written
+// once.
+
+#include "base/finish.h"
+#include "base/fp8.cuh"
+#include "base/ops.h"
+
+namespace te {
+namespace {
+
+constexpr int kMost = 4;  // tokens that one sees, its own among them
+constexpr int kPast = kMost - 1;
+constexpr int kChannels = 8, kTokens = 32;  // of a thread
+constexpr int kColumns = 32, kBands = 4;    // of threads of a CTA: in each of kBands the tokens of a thread
+
+struct ConvArgs {
+  const float *kernel, *bias;  // [width, c], [c] or nullptr
+  const int* runs;             // [b, s] or nullptr
+  int s, c, width;
+  bool silu;
+};
+
+// What a thread knows: its channels and tokens, and the kernel with zeros in front up to kMost.
+template <typename T>
+struct Conv {
+  using Vector = Vec<T, kChannels>;
+  const ConvArgs& a;
+  const int64_t row;
+  const int channel, first;  // the first token
+  float kernel[kMost][kChannels], bias[kChannels];
+
+  __device__ __forceinline__ Conv(const ConvArgs& a)
+      : a(a),
+        row(blockIdx.z),
+        channel((blockIdx.x * kColumns + threadIdx.x) * kChannels),
+        first((blockIdx.y * kBands + threadIdx.y) * kTokens) {
+#pragma unroll
+    for (int tap = 0; tap < kMost; ++tap) {
+      const int mine = tap - (kMost - a.width);
+#pragma unroll
+      for (int i = 0; i < kChannels; ++i)
+        kernel[tap][i] = IsInside() && mine >= 0 ? a.kernel[int64_t(mine) * a.c + channel + i] : 0.f;
+    }
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) bias[i] = IsInside() && a.bias ? a.bias[channel + i] : 0.f;
+  }
+
+  __device__ __forceinline__ bool IsInside() const { return channel < a.c; }
+  __device__ __forceinline__ int64_t At(int64_t token) const { return (row * a.s + token) * a.c + channel; }
+  // In an array [b, width - 1, c], whose last token is that before the row's first.
+  __device__ __forceinline__ int64_t Before(int token) const {
+    return (row * (a.width - 1) + token + a.width - 1) * a.c + channel;
+  }
+  // The run of a token; what is before the row belongs to its first token's.
+  __device__ __forceinline__ int Run(int token) const {
+    return a.runs ? a.runs[row * a.s + min(max(token, 0), a.s - 1)] : 0;
+  }
+  __device__ __forceinline__ Vector Input(const T* x, const T* initial, int token) const {
+    if (token >= 0) return token < a.s ? Load<kChannels>(x + At(token)) : Vector{};
+    return initial && token > -a.width ? Load<kChannels>(initial + Before(token)) : Vector{};
+  }
+
+  // The sum at a token, of the inputs from kPast tokens before it on.
+  __device__ __forceinline__ void Sum(const Vector (&inputs)[kMost], const int (&runs)[kMost],
+                                      float (&sum)[kChannels]) const {
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) sum[i] = bias[i];
+#pragma unroll
+    for (int tap = 0; tap < kMost; ++tap)
+      if (tap >= kMost - a.width && runs[tap] == runs[kPast])
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) sum[i] += kernel[tap][i] * inputs[tap][i];
+  }
+};
+
+template <typename T>
+__device__ __forceinline__ void Shift(T (&all)[kMost], const T& next) {
+#pragma unroll
+  for (int i = 0; i < kPast; ++i) all[i] = all[i + 1];
+  all[kPast] = next;
+}
+
+template <typename T>
+__global__ void __launch_bounds__(kColumns* kBands)
+    te_causal_conv1d_fwd(const ConvArgs a, const T* x, const T* initial, T* y, T* last) {
+  const Conv<T> conv(a);
+  if (!conv.IsInside()) return;
+  Vec<T, kChannels> inputs[kMost] = {};
+  int runs[kMost] = {};
+#pragma unroll
+  for (int before = kPast; before > 0; --before) {
+    Shift(inputs, conv.Input(x, initial, conv.first - before));
+    Shift(runs, conv.Run(conv.first - before));
+  }
+#pragma unroll 4
+  for (int token = conv.first; token < min(conv.first + kTokens, a.s); ++token) {
+    Shift(inputs, conv.Input(x, initial, token));
+    Shift(runs, conv.Run(token));
+    float sum[kChannels];
+    conv.Sum(inputs, runs, sum);
+    if (a.silu)
+#pragma unroll
+      for (float& each : sum) each = each / (1.f + expf(-each));
+    Store(y + conv.At(token), Round<T, kChannels>(sum));
+  }
+  if (last && blockIdx.y == 0 && threadIdx.y == 0)
+    for (int token = a.s - a.width + 1; token < a.s; ++token) {
+      const bool stays = conv.Run(token) == conv.Run(a.s - 1);
+      Store(last + conv.Before(token - a.s), stays ? conv.Input(x, initial, token) : Vec<T, kChannels>{});
+    }
+}
+
+template <typename T>
+struct ConvGradients {
+  const T *dy, *dlast, *x, *initial;
+  T *dx, *dinitial;
+  float *dkernel_parts, *dbias_parts;  // [b ceil(s / (kBands kTokens)), width, c], [.., c] or nullptr
+};
+
+// The gradient to the sum at each token goes to the inputs that it is made of; a thread makes those of its
+// tokens, and so computes again the sums of the next kPast.
+template <typename T>
+__global__ void __launch_bounds__(kColumns* kBands)
+    te_causal_conv1d_bwd(const ConvArgs a, const ConvGradients<T> of) {
+  __shared__ float parts[kBands][kMost + 1][kColumns * kChannels];
+  const Conv<T> conv(a);
+  float dkernel[kMost][kChannels] = {}, dbias[kChannels] = {};
+  if (conv.IsInside()) {
+    Vec<T, kChannels> inputs[kMost] = {};
+    int runs[kMost] = {};
+    float sums[kMost][kChannels] = {};  // gradients to the last sums
+#pragma unroll
+    for (int before = kPast; before > 0; --before) {
+      Shift(inputs, conv.Input(of.x, of.initial, conv.first - before));
+      Shift(runs, conv.Run(conv.first - before));
+    }
+    const int end = min(conv.first + kTokens, a.s);
+    // The inputs before the row are the first thread's.
+    const int begin = conv.first == 0 ? 1 - a.width : conv.first;
+    const int last_run = conv.Run(a.s - 1);
+#pragma unroll 4
+    for (int token = conv.first; token < end + kPast; ++token) {
+      Shift(inputs, conv.Input(of.x, of.initial, token));
+      Shift(runs, token < a.s ? conv.Run(token) : -1);
+      float sum[kChannels], gradient[kChannels] = {};
+      if (token < a.s) {
+        const auto dy = Load<kChannels>(of.dy + conv.At(token));
+        conv.Sum(inputs, runs, sum);
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) {
+          const float sigmoid = 1.f / (1.f + expf(-sum[i]));
+          gradient[i] = a.silu ? dy[i] * sigmoid * (1.f + sum[i] * (1.f - sigmoid)) : dy[i];
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kPast; ++i)
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) sums[i][j] = sums[i + 1][j];
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) sums[kPast][j] = gradient[j];
+      if (token < end) {
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) dbias[i] += gradient[i];
+#pragma unroll
+        for (int tap = 0; tap < kMost; ++tap)
+          if (tap >= kMost - a.width && runs[tap] == runs[kPast])
+#pragma unroll
+            for (int i = 0; i < kChannels; ++i) dkernel[tap][i] += gradient[i] * inputs[tap][i];
+      }
+      // The input kPast tokens ago is now in all sums that it was to be in: sums[i] is of the token i behind
+      // it.
+      const int input = token - kPast;
+      if (input < begin || input >= end) continue;
+      float dx[kChannels] = {};
+#pragma unroll
+      for (int i = 0; i < kMost; ++i)
+        if (i < a.width && runs[i] == runs[0])
+#pragma unroll
+          for (int j = 0; j < kChannels; ++j) dx[j] += conv.kernel[kPast - i][j] * sums[i][j];
+      if (of.dlast && input > a.s - a.width && runs[0] == last_run) {
+        const auto dlast = Load<kChannels>(of.dlast + conv.Before(input - a.s));
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) dx[j] += dlast[j];
+      }
+      if (input >= 0)
+        Store(of.dx + conv.At(input), Round<T, kChannels>(dx));
+      else if (of.dinitial)
+        Store(of.dinitial + conv.Before(input), Round<T, kChannels>(dx));
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kChannels; ++i) {
+    const int column = threadIdx.x * kChannels + i;
+#pragma unroll
+    for (int tap = 0; tap < kMost; ++tap) parts[threadIdx.y][tap][column] = dkernel[tap][i];
+    parts[threadIdx.y][kMost][column] = dbias[i];
+  }
+  __syncthreads();
+  const int64_t part = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
+  for (int i = threadIdx.y * kColumns + threadIdx.x; i < (kMost + 1) * kColumns * kChannels;
+       i += kColumns * kBands) {
+    const int line = i / (kColumns * kChannels), column = i % (kColumns * kChannels);
+    const int channel = blockIdx.x * kColumns * kChannels + column, tap = line - (kMost - a.width);
+    if (channel >= a.c) continue;
+    float sum = 0;
+#pragma unroll
+    for (int band = 0; band < kBands; ++band) sum += parts[band][line][column];
+    if (line < kMost && tap >= 0) of.dkernel_parts[(part * a.width + tap) * a.c + channel] = sum;
+    if (line == kMost && of.dbias_parts) of.dbias_parts[part * a.c + channel] = sum;
+  }
+}
+
+dim3 GridOf(const ConvArgs& a, int64_t rows) {
+  return {unsigned(CeilDiv(a.c, kColumns * kChannels)),
+          unsigned(std::max<int64_t>(1, CeilDiv(a.s, kBands * kTokens))), unsigned(rows)};
+}
+
+struct ConvShapes {
+  Axes all, state, of_kernel, channels;
+  int64_t rows, s, c;
+};
+
+Status ExpectConv(const char* op, const Tensor& x, const Tensor& kernel, const Tensor& bias,
+                  const Tensor& runs, const Tensor& initial, int64_t width, ConvShapes* shapes) {
+  TE_TRY(ExpectRank(op, "x", x, 3, true));
+  const Axes all(x);
+  const int64_t rows = all[0], s = all[1], c = all[2];
+  *shapes = {all, {rows, width - 1, c}, {width, c}, {c}, rows, s, c};
+  TE_TRY(Expect(op, {{"x", x, kFloats, all},
+                     {"kernel", kernel, F32, shapes->of_kernel},
+                     {"bias", bias, F32, shapes->channels, kOptional},
+                     {"segments", runs, S32, all.First(2), kOptional},
+                     {"initial", initial, x.type, shapes->state, kOptional}}));
+  TE_CHECK(width >= 2 && width <= kMost && c % kChannels == 0,
+           "%s: x is %s, width %ld; pass a multiple of 8 channels", op, x.shape().c_str(), long(width));
+  TE_CHECK(s <= INT32_MAX / 2 && c <= INT32_MAX / 2 && rows <= 65535 && CeilDiv(s, kBands * kTokens) <= 65535,
+           "%s: x is %s, too large for one call", op, x.shape().c_str());
+  return {};
+}
+
+}  // namespace
+
+Status LaunchConvFwd(cudaStream_t stream, Arg x, Arg kernel, Arg bias, Arg runs, Arg initial, Ret y, Ret last,
+                     bool silu, int64_t width) {
+  constexpr const char* kOp = "te_causal_conv1d_fwd";
+  ConvShapes shapes;
+  TE_TRY(ExpectConv(kOp, x, kernel, bias, runs, initial, width, &shapes));
+  TE_TRY(Expect(kOp, {{"y", y, x.type, shapes.all}, {"final", last, x.type, shapes.state, kOptional}}));
+  if (shapes.rows * shapes.c == 0) return {};
+  const ConvArgs args{Data<const float>(kernel),
+                      Data<const float>(bias),
+                      Data<const int>(runs),
+                      int(shapes.s),
+                      int(shapes.c),
+                      int(width),
+                      silu};
+  return DispatchFloat(x.type, [&]<typename T>() -> Status {
+    const auto run = te_causal_conv1d_fwd<T>;
+    run<<<GridOf(args, shapes.rows), dim3(kColumns, kBands), 0, stream>>>(
+        args, Data<const T>(x), Data<const T>(initial), Data<T>(y), Data<T>(last));
+    TE_LAUNCHED();
+  });
+}
+
+Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, Arg bias, Arg runs,
+                     Arg initial, Ret dx, Ret dkernel, Ret dbias, Ret dinitial, Ret dkernel_partials,
+                     Ret dbias_partials, bool silu, int64_t width) {
+  constexpr const char* kOp = "te_causal_conv1d_bwd";
+  ConvShapes shapes;
+  TE_TRY(ExpectConv(kOp, x, kernel, bias, runs, initial, width, &shapes));
+  const Axes parts = {shapes.rows * std::max<int64_t>(1, CeilDiv(shapes.s, kBands * kTokens))};
+  TE_TRY(Expect(
+      kOp, {{"dy", dy, x.type, shapes.all},
+            {"dfinal", dlast, x.type, shapes.state, kOptional},
+            {"dx", dx, x.type, shapes.all},
+            {"dkernel", dkernel, F32, shapes.of_kernel},
+            {"dbias", dbias, F32, shapes.channels, AbsentIf(!Present(bias))},
+            {"dinitial", dinitial, x.type, shapes.state, kOptional},
+            {"dkernel_partials", dkernel_partials, F32, parts + shapes.of_kernel},
+            {"dbias_partials", dbias_partials, F32, parts + shapes.channels, RequiredIf(Present(dbias))}}));
+  if (shapes.c == 0) return {};
+  const ConvArgs args{Data<const float>(kernel),
+                      Data<const float>(bias),
+                      Data<const int>(runs),
+                      int(shapes.s),
+                      int(shapes.c),
+                      int(width),
+                      silu};
+  if (shapes.rows > 0)
+    TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
+      const ConvGradients<T> of{Data<const T>(dy),
+                                Data<const T>(dlast),
+                                Data<const T>(x),
+                                Data<const T>(initial),
+                                Data<T>(dx),
+                                Data<T>(dinitial),
+                                Data<float>(dkernel_partials),
+                                Data<float>(dbias_partials)};
+      const auto run = te_causal_conv1d_bwd<T>;
+      run<<<GridOf(args, shapes.rows), dim3(kColumns, kBands), 0, stream>>>(args, of);
+      TE_LAUNCHED();
+    }));
+  return FinishPartials(stream, {Reduce::kSumOfFloats, dkernel_partials, dkernel},
+                        {Reduce::kSumOfFloats, dbias_partials, dbias});
+}
+
+}  // namespace te

@@ -1,0 +1,112 @@
+"""On the GPU: the kernels of Mamba-2's scan and convolution against one token after the other in float64."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import ssm_oracle as oracle
+
+from te_jax.ops.ssm import causal_conv1d, scan, ssd
+
+pytestmark = pytest.mark.gpu
+# s, h, g, p, n, type of dt, absent: tiles that are full, and not; one token, a chunk of 64, one more, some of the 512
+# after which a state is kept; heads of a group that CTAs share.
+SCANS = [
+    (1, 4, 2, 8, 8, jnp.bfloat16, ()),
+    (64, 2, 1, 64, 128, jnp.float32, ("initial_state",)),
+    (65, 3, 3, 64, 64, jnp.bfloat16, ("segments",)),
+    (190, 6, 2, 128, 128, jnp.bfloat16, ("D", "dt_bias")),
+    (1100, 2, 2, 40, 24, jnp.float32, ()),
+]
+WIDE = [(70, 2, 1, 64, 256, jnp.bfloat16, ()), (200, 1, 1, 24, 200, jnp.float32, ("segments",))]
+# Scores times decays and steps, the state, and what tokens add to it are rounded to bf16 as operands of products, and
+# of gradients the sums of scores' as well: no term passes more than three roundings.
+ROUNDINGS = 3 * 2.0**-9
+
+
+@pytest.mark.parametrize("shared_bytes", [227, 99])
+@pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", SCANS)
+def test_scan(rng, monkeypatch, request, s, h, g, p, n, of_dt, absent, shared_bytes):
+    """Results and all gradients, in slabs of one row; on GPUs that have little shared memory as well."""
+    limit_shared_bytes(request, shared_bytes)
+    monkeypatch.setattr(scan, "_SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(scan, "_CTAS", 8)
+    check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
+
+
+@pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", WIDE)
+def test_scan_forward(rng, s, h, g, p, n, of_dt, absent):
+    """More states, and a gate, of which XLA computes the gradients."""
+    check_scan(rng, s, h, g, p, n, of_dt, absent, gradients=False)
+
+
+def limit_shared_bytes(request, kilobytes):
+    if kilobytes == 227:
+        return
+    library = request.config.getoption("--host-kernels") or pytest.skip("the GPU's shared memory is what it is")
+    import ctypes
+
+    held = ctypes.c_int.in_dll(ctypes.CDLL(library), "te_host_shared_bytes")
+    request.addfinalizer(lambda before=held.value: setattr(held, "value", before))
+    held.value = kilobytes << 10
+
+
+def check_scan(rng, s, h, g, p, n, of_dt, absent, *, gradients):
+    rows = 12
+    given, cotangents, segments = oracle.rows_of(rng, s, h, g, p, n, jnp.bfloat16, absent, rows)
+    given["dt"] = given["dt"].astype(of_dt)
+    options = dict(dt_softplus=True, dt_limit=(0.001, 45.0), return_final_state=True)
+    of = lambda segments: None if "segments" in absent else segments
+
+    def ours(given, segments, cotangents):
+        fn = lambda given: ssd(**given, segments=of(segments), **options)
+        if gradients:
+            return oracle.both(fn, given, cotangents)
+        return dict(zip(("y", "final"), fn(given))), {}
+
+    got = jax.jit(jax.vmap(ours))(given, segments, cotangents)
+    wide = jax.tree.map(lambda a: a.astype(np.float64), (given, cotangents))
+
+    def theirs(given, segments, cotangents):
+        options = dict(softplus=True, limit=(0.001, 45.0))
+        exact = oracle.both(lambda given: oracle.ssd(given, of(segments), **options), given, cotangents)
+        return exact, oracle.ssd_bounds(given, of(segments), cotangents, **options)
+
+    with jax.enable_x64(True):
+        want, sizes = jax.device_get(jax.jit(jax.vmap(theirs))(wide[0], segments, wide[1]))
+    for at, mine, exact, size in zip(("", "d"), got, want, sizes):
+        for name, each in mine.items():
+            oracle.near(each, exact[name], size[name], at + name, oracle.DECAY + oracle.TERMS + ROUNDINGS)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("s, c, width", [(1, 8, 4), (2, 16, 3), (33, 264, 2), (300, 40, 4), (0, 8, 3)])
+def test_convolution(rng, s, c, width, dtype):
+    """Results and all gradients: rows shorter than the kernel, and of more tokens than a thread has."""
+    draw = lambda *shape: rng.standard_normal((3, *shape)).astype(np.float32)
+    given = dict(x=draw(s, c).astype(dtype), kernel=draw(width, c)[0], bias=draw(c)[0])
+    given["initial_state"] = draw(width - 1, c).astype(dtype)
+    segments = np.stack([oracle.segments_of(rng, s, i + 1) for i in range(3)]) if s else None
+    cotangents = draw(s, c).astype(dtype), draw(width - 1, c).astype(dtype)
+    options = dict(activation="silu", segments=segments, return_final_state=True)
+    fn = lambda given: causal_conv1d(**given, **options)
+    got = jax.jit(lambda given: oracle.both(fn, given, cotangents))(given)
+
+    def of_rows(given, segments):
+        one = lambda x, start, ids: oracle.conv({**given, "x": x, "initial_state": start}, ids, True)
+        return jax.vmap(one, (0, 0, None if segments is None else 0))(given["x"], given["initial_state"], segments)
+
+    if not s:
+        np.testing.assert_array_equal(got[0]["final"], given["initial_state"])
+        np.testing.assert_array_equal(got[1]["initial_state"], cotangents[1])
+        return
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda a: np.asarray(a, np.float64), (given, cotangents))
+        want = jax.device_get(
+            jax.jit(lambda given: oracle.both(lambda g: of_rows(g, segments), given, wide[1]))(wide[0])
+        )
+    terms = 3 * s * 4  # of the sums over tokens of all rows; each a product of numbers that are mostly below 4
+    for mine, exact in zip(got, want):
+        for name, a in mine.items():
+            size = np.abs(exact[name]) + (terms if name in ("kernel", "bias") else 4) * 4
+            oracle.near(a, exact[name], size, name, 16 * oracle.EPS)
