@@ -31,9 +31,9 @@ from te_jax.models.families import Size, StateSpace
 _LETTERS = {"mamba": "M", "moe": "E", "attention": "*", "mlp": "-"}
 _PATTERN = "hybrid_override_pattern"
 _LETTERS_OF_LAYERS = Kind(
-    "a string of M, E, * and -",
+    "a string of at most 10000 letters M, E, * and -",
     lambda value: isinstance(value, str),
-    lambda value: value != "" and {*value} <= {*_LETTERS.values()},
+    lambda value: LAYERS.accepts(len(value)) and {*value} <= {*_LETTERS.values()},
 )
 
 
