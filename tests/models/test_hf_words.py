@@ -328,7 +328,7 @@ HYBRIDS = {
 
 @pytest.mark.parametrize("name", HYBRIDS)
 def test_published_hybrids(name):
-    """They are those of te_jax.models, whose fields that are not given mean what te_jax's layers mean by them."""
+    """Words that are written of a model of te_jax.models say what the published ones say."""
     config = published(name)
     family = FAMILIES[config.family]
     assert family.read(family.write(config)) == family.read(HYBRIDS[name])
