@@ -4,8 +4,9 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from te_jax.core.check import BOOL, NONE, Kind, integer, number
+from te_jax.core.check import BOOL, NONE, integer
 from te_jax.hf import rules
+from te_jax.hf.experts import CHOSEN_BY_SIGMOIDS, GROUPS_FIT, bias_rule, expert_word
 from te_jax.hf.family import (
     ALL_SEE_ALL,
     DECODER,
@@ -15,8 +16,6 @@ from te_jax.hf.family import (
     NO_WINDOW,
     ROPE_TABLES,
     Family,
-    at_most,
-    divides,
     head_of,
     heads_of,
     tables,
@@ -49,31 +48,6 @@ def _count_of_first(c: ModelConfig) -> int:
     return min(len(c.first), c.num_layers)
 
 
-def _normalizes(said: Said) -> tuple[bool | None]:
-    """None where it is what the field's None means."""
-    normalizes = bool(said["norm_topk_prob"])
-    return (None if normalizes == (said["num_experts_per_tok"] > 1) else normalizes,)
-
-
-def _normalizes_again(c: ModelConfig) -> bool:
-    moe = c.layer["moe"]
-    given = moe.get("normalize_weights")
-    return moe["num_experts_per_tok"] > 1 if given is None else given
-
-
-def _expert_word(
-    name: str,
-    field: str,
-    default: Any,
-    unset: Callable[[ModelConfig], Any] = lambda c: None,
-    kind: Kind = SIZE,
-    **more: Any,
-) -> Word:
-    """A word that becomes a field of experts; unset: what that is where it is not given."""
-    theirs = lambda c: unset(c) if c.layer["moe"].get(field) is None else c.layer["moe"][field]
-    return Word(name, kind, default, to=(f"layer/moe/{field}",), theirs=theirs, **more)
-
-
 _LAYERS = 61
 _NEXT = unused("num_mtp_layers", integer(0, 1000), 1, also=("num_nextn_predict_layers",))
 _OF_DEEPSEEK = words_of(
@@ -90,23 +64,8 @@ _OF_DEEPSEEK = words_of(
     Word(
         "qk_head_dim", SIZE, _all_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]
     ),
-    _expert_word("n_routed_experts", "num_experts", 256, also=("num_local_experts",)),
-    _expert_word("num_experts_per_tok", "num_experts_per_tok", 8),
-    _expert_word(
-        "n_shared_experts", "num_shared_experts", 1, lambda c: 0, NONE | integer(0, 1000), null=lambda said: 0
-    ),
-    _expert_word("n_group", "num_groups", 8, lambda c: 1),
-    _expert_word("topk_group", "group_topk", 4, lambda c: c.layer["moe"].get("num_groups", 1)),
-    _expert_word("routed_scaling_factor", "scaling_factor", 2.5, lambda c: 1.0, number(above=0)),
-    Word(
-        "norm_topk_prob",
-        NONE | BOOL,
-        True,
-        null=lambda said: False,
-        to=("layer/moe/normalize_weights",),
-        ours=_normalizes,
-        theirs=_normalizes_again,
-    ),
+    *CHOSEN_BY_SIGMOIDS,
+    expert_word("n_shared_experts", "num_shared_experts", 1, lambda c: 0, NONE | integer(0, 1000), null=lambda said: 0),
     # The norms of latents have it whatever the word says, and te_jax gives them the epsilon of the layer.
     Word("rms_norm_eps", only(1e-6), 1e-6, to=("layer/layernorm_epsilon",)),
     DROPOUT_OR_NULL,
@@ -143,19 +102,6 @@ def _equal(name: str, due: Callable[[Said], int]) -> Check:
     return lambda said: (name, f"pass {due.__doc__}, {due(said)}") if said[name] != due(said) else None
 
 
-def _groups_fit(said: Said) -> tuple[str, str] | None:
-    """A group is chosen by its two best experts."""
-    topk, groups, chosen = said["num_experts_per_tok"], said["n_group"], said["topk_group"]
-    if groups != chosen and topk // chosen != 2:
-        return (
-            "num_experts_per_tok",
-            f"a group is chosen by its 2 best experts, so te_jax reads 2 x topk_group={chosen}",
-        )
-    if topk > chosen * (said["n_routed_experts"] // groups):
-        return "num_experts_per_tok", f"topk_group={chosen} groups do not have so many experts"
-    return None
-
-
 def _enough_channels(said: Said) -> tuple[str, str] | None:
     least = 4 if said["rope_parameters"]["rope_type"] == "yarn" else 2
     if said["qk_rope_head_dim"] % 2 or said["qk_rope_head_dim"] < least:
@@ -167,9 +113,7 @@ _CHECKS = (
     _equal("num_key_value_heads", heads_of),
     _equal("head_dim", _turning),
     _equal("qk_head_dim", _all_channels),
-    divides("n_group", "n_routed_experts"),
-    at_most("topk_group", "n_group"),
-    _groups_fit,
+    *GROUPS_FIT,
     _enough_channels,
     ALL_SEE_ALL,
 )
@@ -200,8 +144,7 @@ def _expert_rules(c: ModelConfig) -> list[TensorRule]:
     made = rules.expert_rules(ours, name, rules.SWIGLU, moe["num_experts"], "layers")
     if moe.get("num_shared_experts"):
         made += rules.swiglu_rules(f"{ours}/shared_experts", f"{name}.shared_experts", "layers")
-    bias = (f"{ours}/expert_bias",), (f"{name}.gate.e_score_correction_bias",)
-    return [*made, TensorRule(*bias, rules.SAME, "layers", collection="expert_bias")]
+    return [*made, bias_rule(ours, f"{name}.gate", "layers")]
 
 
 def _rules(c: ModelConfig) -> list[TensorRule]:

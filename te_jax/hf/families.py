@@ -5,5 +5,6 @@ from te_jax.hf.deepseek import DEEPSEEK_V3
 from te_jax.hf.encoders import ENCODERS
 from te_jax.hf.gpt import GPTS
 from te_jax.hf.granite import GRANITE_HYBRID
+from te_jax.hf.nemotron import NEMOTRON_H
 
-FAMILIES = {family.name: family for family in (*DECODERS, *GPTS, DEEPSEEK_V3, GRANITE_HYBRID, *ENCODERS)}
+FAMILIES = {family.name: family for family in (*DECODERS, *GPTS, DEEPSEEK_V3, GRANITE_HYBRID, NEMOTRON_H, *ENCODERS)}

@@ -17,10 +17,9 @@ from te_jax.hf.family import (
     epsilon,
     head_dim,
     head_of,
-    joins_qkv,
     tables,
 )
-from te_jax.hf.mamba import TIME_STEP_LIMIT, TypesOfLayers, layers_with, mamba_rules, pattern_of
+from te_jax.hf.mamba import TIME_STEP_LIMIT, TypesOfLayers, mixer_rules, ssm_of, ssm_word
 from te_jax.hf.rotary import rotary
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, only, unused, words_of
@@ -63,10 +62,6 @@ def _inner_width(said: Said) -> int:
     return said["mamba_expand"] * said["hidden_size"] // said["mamba_n_heads"]
 
 
-def _ssm(name: str, default: Any, field: str, kind: Any = SIZE, **more: Any) -> Word:
-    return Word(name, kind, default, to=(f"layer/ssm/{field}",), **more)
-
-
 _OF_GRANITE = words_of(
     *DECODER,
     GROUPS,
@@ -83,7 +78,7 @@ _OF_GRANITE = words_of(
         null=_all_mamba,
         also=("layers_block_type",),
         to=("pattern",),
-        ours=lambda said: (pattern_of(said["layer_types"], _GRANITE_TYPES),),
+        ours=lambda said: (families.pattern_of(said["layer_types"], _GRANITE_TYPES),),
         theirs=lambda c: [_type_of(c.fields_of_layer(i)) for i in range(c.num_layers)],
     ),
     # Any other word than "rope" is none, as "nope" in published ones.
@@ -124,20 +119,20 @@ _OF_GRANITE = words_of(
         ours=_feed_forward,
         theirs=_shared_width,
     ),
-    _ssm("mamba_n_heads", 128, "ssm_num_heads"),
-    _ssm("mamba_n_groups", 1, "ssm_num_groups"),
-    _ssm("mamba_d_state", 256, "ssm_state_size"),
+    ssm_word("mamba_n_heads", 128, "ssm_num_heads"),
+    ssm_word("mamba_n_groups", 1, "ssm_num_groups"),
+    ssm_word("mamba_d_state", 256, "ssm_state_size"),
     Word("mamba_expand", SIZE, 2, theirs=lambda c: _channels(c) // c.hidden_size),
-    _ssm(
+    ssm_word(
         "mamba_d_head",
         "auto",
         "ssm_head_dim",
         one_of("auto") | SIZE,
         ours=lambda said: (_inner_width(said) if said["mamba_d_head"] == "auto" else said["mamba_d_head"],),
     ),
-    _ssm("mamba_d_conv", 4, "conv_width", integer(2, 4)),
-    _ssm("mamba_conv_bias", True, "use_conv_bias", BOOL),
-    _ssm("mamba_proj_bias", False, "use_bias", BOOL),
+    ssm_word("mamba_d_conv", 4, "conv_width", integer(2, 4)),
+    ssm_word("mamba_conv_bias", True, "use_conv_bias", BOOL),
+    ssm_word("mamba_proj_bias", False, "use_bias", BOOL),
     TIME_STEP_LIMIT,
     unused("mamba_chunk_size", SIZE, 256),
     vocab_size=32000,
@@ -154,7 +149,7 @@ _OF_GRANITE = words_of(
 
 
 def _channels(c: ModelConfig) -> int:
-    return c.layer["ssm"]["ssm_num_heads"] * c.layer["ssm"]["ssm_head_dim"]
+    return ssm_of(c)["ssm_num_heads"] * ssm_of(c)["ssm_head_dim"]
 
 
 def _types_are_known(said: Said) -> tuple[str, str] | None:
@@ -199,12 +194,6 @@ _GRANITE_CHECKS: tuple[Check, ...] = (
 )
 
 
-def _granite_attention(c: ModelConfig) -> list[TensorRule]:
-    fused, stack, ours, own = joins_qkv(c), "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
-    norm = rules.norm_rules(f"{ours}/{'qkv' if fused else 'query'}", "model.layers.{i}.input_layernorm", False, stack)
-    return norm + rules.attention_rules(ours, *(f"{own}.{name}_proj" for name in "qkvo"), fused=fused, stack=stack)
-
-
 def _granite_feed_forward(c: ModelConfig) -> list[TensorRule]:
     layer, stack, moe = "model.layers.{i}", "layers", _granite_experts(c)
     ours = f"{LAYER}/{'moe' if moe else 'mlp'}"
@@ -226,14 +215,11 @@ def _granite_feed_forward(c: ModelConfig) -> list[TensorRule]:
 
 
 def _granite_rules(c: ModelConfig) -> list[TensorRule]:
-    attends = layers_with(c, lambda fields: _type_of(fields) == "attention")
-    mixes = layers_with(c, lambda fields: _type_of(fields) == "mamba")
-    names = f"{LAYER}/mamba", "model.layers.{i}.mamba", "model.layers.{i}.input_layernorm"
+    names = (f"model.layers.{{i}}.{name}" for name in ("mamba", "self_attn", "input_layernorm"))
     return [
         *tables(c, "model.embed_tokens.weight"),
         *rules.norm_rules("final_norm", "model.norm", False),
-        *mamba_rules(*names, c.layer["ssm"], mixes),
-        *(rule._replace(layers=attends) for rule in _granite_attention(c)),
+        *mixer_rules(c, _type_of, *names),
         *_granite_feed_forward(c),
     ]
 

@@ -1,4 +1,4 @@
-"""Tensors of Mamba-2 layers, and words that hybrid models share: which layers have what, and limits of steps."""
+"""Tensors and words of Mamba-2, and of stacks of it and attention, as hybrid models have them."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -9,9 +9,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from te_jax.core.check import Kind, number
+from te_jax.flax.mamba import Mamba2
 from te_jax.hf import rules
+from te_jax.hf.family import LAYER, joins_qkv
 from te_jax.hf.rules import Recast, TensorRule
-from te_jax.hf.words import Said, Word
+from te_jax.hf.words import SIZE, Said, Word
 from te_jax.models import ModelConfig
 
 # -- words ------------------------------------------------------------------------------------------------------
@@ -27,15 +29,19 @@ class TypesOfLayers(Word):
         return [_OLDER_TYPES.get(name, name) for name in super().value(where, said)]
 
 
-def pattern_of(types: Sequence[str], fields: dict[str, dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """`ModelConfig.pattern` of layers of these types: the shortest one. fields: of each type."""
-    period = next(n for n in range(1, len(types) + 1) if types[n:] == types[:-n])
-    return tuple(fields[name] for name in types[:period])
+def layers_of(c: ModelConfig, name: str, type_of: Callable[[dict[str, Any]], str]) -> tuple[int, ...]:
+    """The layers of this type. type_of: the fields of a layer -> its type."""
+    return tuple(i for i in range(c.num_layers) if type_of(c.fields_of_layer(i)) == name)
 
 
-def layers_with(c: ModelConfig, holds: Callable[[dict[str, Any]], bool]) -> tuple[int, ...]:
-    """The layers whose fields are such."""
-    return tuple(i for i in range(c.num_layers) if holds(c.fields_of_layer(i)))
+def ssm_of(c: ModelConfig) -> dict[str, Any]:
+    """The fields of `Mamba2` in the model's layers, defaults put in."""
+    return {name: field.default for name, field in Mamba2.__dataclass_fields__.items()} | dict(c.layer.get("ssm") or {})
+
+
+def ssm_word(name: str, default: Any, field: str, kind: Kind = SIZE, **more: Any) -> Word:
+    """A word that becomes a field of Mamba-2."""
+    return Word(name, kind, default, to=(f"layer/ssm/{field}",), **dict(theirs=lambda c: ssm_of(c)[field]) | more)
 
 
 _INFINITY = {"__float__": "Infinity"}  # as transformers writes it, since JSON has none
@@ -63,7 +69,7 @@ TIME_STEP_LIMIT = _Limit(
     [0.0, math.inf],
     to=("layer/ssm/time_step_limit",),
     ours=lambda said: (tuple(said["time_step_limit"]),),
-    theirs=lambda c: [_INFINITY if each == math.inf else each for each in c.layer["ssm"]["time_step_limit"]],
+    theirs=lambda c: [_INFINITY if each == math.inf else each for each in ssm_of(c)["time_step_limit"]],
 )
 
 
@@ -79,9 +85,8 @@ def _parted(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable
     )
 
 
-def mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any], layers: tuple[int, ...]) -> list[TensorRule]:
-    """`path`, a `Mamba2` with these fields, of the module `name` of transformers and the norm in front of it, in these
-    layers.
+def _mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any]) -> list[TensorRule]:
+    """`path`, a `Mamba2` with these fields, of the module `name` of transformers and the norm in front of it.
 
     Transformers has one projection to z, x, B, C and dt, and one convolution of x, B and C.
     """
@@ -103,5 +108,17 @@ def mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any], layers:
     made += [TensorRule((f"{path}/{own}",), (f"{name}.{own}",), rules.SAME, stack) for own in ("A_log", "D", "dt_bias")]
     made.append(TensorRule((f"{path}/norm_scale",), (f"{name}.norm.weight",), rules.SAME, stack))
     made += rules.dense_rules(f"{path}/out", f"{name}.out_proj", ssm["use_bias"], stack)
-    made += rules.norm_rules(f"{path}/x", norm, False, stack)
-    return [rule._replace(layers=layers) for rule in made]
+    return made + rules.norm_rules(f"{path}/x", norm, False, stack)
+
+
+def mixer_rules(
+    c: ModelConfig, type_of: Callable[[dict[str, Any]], str], mamba: str, attention: str, norm: str
+) -> list[TensorRule]:
+    """The mixers of layers that are "mamba" or "attention" by `type_of`. mamba, attention, norm: the names of either,
+    and of the norm in front of both, in transformers; `{i}` in them is the layer."""
+    fused, ours = joins_qkv(c), f"{LAYER}/attention"
+    attends = rules.norm_rules(f"{ours}/{'qkv' if fused else 'query'}", norm, False, "layers")
+    names = (f"{attention}.{name}_proj" for name in "qkvo")
+    attends += rules.attention_rules(ours, *names, fused=fused, stack="layers")
+    made = dict(mamba=_mamba_rules(f"{LAYER}/mamba", mamba, norm, ssm_of(c)), attention=attends)
+    return [rule._replace(layers=layers_of(c, name, type_of)) for name, of_type in made.items() for rule in of_type]

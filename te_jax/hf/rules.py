@@ -114,9 +114,9 @@ def swiglu_rules(path: str, name: str, stack: Any = None) -> list[TensorRule]:
 
 def expert_rules(path: str, name: str, names: tuple[str, ...], count: int, stack: Any = None) -> list[TensorRule]:
     """`path`/{gate_kernel, wi_0, wi_1, wo} of the torch Linears `name`.gate and `name`.experts. names: of gate, up and
-    down of an expert. count: of experts."""
+    down of an expert, or of up and down, without wi_1. count: of experts."""
     made = [TensorRule((f"{path}/gate_kernel",), (f"{name}.gate.weight",), TURNED, stack)]
-    for ours, theirs in zip(("wi_0", "wi_1", "wo"), names):
+    for ours, theirs in zip((*(f"wi_{i}" for i in range(len(names) - 1)), "wo"), names):
         sources = tuple(f"{name}.experts.{e}.{theirs}.weight" for e in range(count))
         made.append(TensorRule((f"{path}/{ours}",), sources, STACKED, stack))
     return made

@@ -243,6 +243,7 @@ _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma"),
 )
+_OF_ROUTERS = ("topk", "score_function", "normalizes", "scores_first", "scaling_factor", "num_groups")
 _OF_SSM = (
     *("ssm_num_groups", "norm_groups", "norm_before_gate", "time_step_limit"),
     *("layernorm_type", "layernorm_epsilon", "zero_centered_gamma"),
@@ -287,10 +288,8 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
     experts = MoEBlock(**layer.moe, parent=None)
     router = router_of(experts)
     found |= {f"moe: {name}": getattr(experts, name) for name in _OF_MOE}
-    found |= {
-        f"moe: {name}": getattr(router, name) for name in ("topk", "score_function", "normalizes", "scores_first")
-    }
-    return found | {f"moe: {name}": getattr(router, name) for name in ("scaling_factor", "num_groups", "group_topk")}
+    found |= {f"moe: {name}": getattr(router, name) for name in _OF_ROUTERS}
+    return found | {"moe: group_topk": router.group_topk or router.num_groups}
 
 
 def _same(a, b) -> bool:

@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -27,6 +27,15 @@ class Latents(NamedTuple):
     v_head_dim: int = 128
 
 
+class StateSpace(NamedTuple):
+    """Sizes of Mamba-2, as the field `ssm` of a layer names them."""
+
+    ssm_num_heads: int = 128
+    ssm_head_dim: int = 64
+    ssm_state_size: int = 128
+    ssm_num_groups: int = 8
+
+
 @dataclass(frozen=True)
 class Size:
     """What differs between the models of a family."""
@@ -44,6 +53,9 @@ class Size:
     dense: int = 0  # DeepSeek-V3: the first layers, which have an MLP of width dense_ffn instead
     dense_ffn: int | None = None
     latents: Latents | None = None
+    ssm: StateSpace | None = None
+    shared: int = 0  # Granite 4, Nemotron-H: so many experts are one MLP, which all tokens meet
+    pattern: str = ""  # Nemotron-H: a letter of `NEMOTRON_LAYERS` for each layer
     vocab: int = 32000
     tied: bool = True
 
@@ -55,6 +67,7 @@ class Size:
             num_gqa_groups=self.groups,
             kv_channels=self.head_dim,
             **(self.latents._asdict() if self.latents else {}),
+            **(dict(ssm=self.ssm._asdict()) if self.ssm else {}),
             **fields,
         )
 
@@ -74,6 +87,7 @@ _t5, _llama3 = functools.partial(Size, vocab=32128), functools.partial(Size, voc
 _qwen3 = functools.partial(Size, head_dim=128, vocab=151936, tied=False)
 _deepseek = functools.partial(Size, latents=Latents(), vocab=129280, tied=False)
 _t5_11 = functools.partial(_t5, gated=True, tied=False)
+_nemotron = functools.partial(Size, head_dim=128, vocab=131072, tied=False)
 
 SIZES = {
     "gpt2": _gpt2(768, 3072, 12, 12),
@@ -105,6 +119,36 @@ SIZES = {
     "qwen3-30b-a3b": _qwen3(2048, 768, 32, 48, groups=4, experts=128, topk=8),
     "gemma2-9b": Size(3584, 14336, 16, 42, groups=8, head_dim=256, vocab=256000),
     "deepseek-v3": _deepseek(7168, 2048, 128, 61, experts=256, topk=8, dense=3, dense_ffn=18432),
+    "granite4-h-tiny": Size(
+        *(1536, 512, 12, 40),
+        groups=4,
+        experts=64,
+        topk=6,
+        shared=2,
+        ssm=StateSpace(48, ssm_num_groups=1),
+        vocab=100352,
+    ),
+    "nemotron-h-8b": _nemotron(
+        *(4096, 21504, 32, 52),
+        groups=8,
+        ssm=StateSpace(),
+        pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    ),
+    "nemotron-nano-9b-v2": _nemotron(
+        *(4480, 15680, 40, 56),
+        groups=8,
+        ssm=StateSpace(128, 80),
+        pattern="M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-",
+    ),
+    "nemotron-3-nano-30b-a3b": _nemotron(
+        *(2688, 1856, 32, 52),
+        groups=2,
+        experts=128,
+        topk=6,
+        shared=2,
+        ssm=StateSpace(64),
+        pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+    ),
 }
 
 
@@ -269,6 +313,49 @@ def falcon(size: Size) -> ModelConfig:
     return size.model(layer, family="falcon")
 
 
+def pattern_of(types: Sequence[str], fields: Mapping[str, Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
+    """`ModelConfig.pattern` of layers of these types: the shortest one. fields: of each type."""
+    period = next(n for n in range(1, len(types) + 1) if types[n:] == types[:-n])
+    return tuple(fields[name] for name in types[:period])
+
+
+def granite4(size: Size) -> ModelConfig:
+    """IBM 2025, https://huggingface.co/ibm-granite/granite-4.0-h-tiny: Mamba-2, and attention without positions in the
+    sixth of ten layers; each has an MLP or, next to one, experts; multipliers of embeddings, of what attention scores,
+    of what sub-blocks give, and of logits."""
+    config = llama(size).with_layer(
+        enable_rotary_pos_emb=False,
+        attn_logit_scale=1 / 128,
+        residual_multiplier=0.22,
+        **size.moe(num_shared_experts=size.shared),
+    )
+    others = dict(pattern=({},) * 5 + (dict(ssm=None),) + ({},) * 4, embedding_scale=12.0, output_scale=1 / 6)
+    return replace(config, family="granitemoehybrid", **others)
+
+
+NEMOTRON_LAYERS: dict[str, dict[str, Any]] = {  # Mamba-2, experts, attention, MLP: a layer is one of them
+    "M": dict(sublayers="mixer", moe=None),
+    "E": dict(sublayers="mlp", ssm=None),
+    "*": dict(sublayers="mixer", ssm=None, moe=None),
+    "-": dict(sublayers="mlp", ssm=None, moe=None),
+}
+
+
+def nemotron_h(size: Size) -> ModelConfig:
+    """NVIDIA 2025, https://arxiv.org/abs/2504.03624: a layer is Mamba-2, attention without positions, an MLP of squared
+    ReLUs or, as in Nemotron 3, experts; they are chosen as in `deepseek_v3`, of one group."""
+    layer = size.layer(
+        layernorm_type="rmsnorm",
+        layernorm_epsilon=1e-5,
+        mlp_activations=("squared_relu",),
+        self_attn_mask_type="causal",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+        **size.moe(score_function="sigmoid", use_expert_bias=True, scaling_factor=2.5, num_shared_experts=size.shared),
+    )
+    return size.model(layer, family="nemotron_h", pattern=pattern_of(size.pattern, NEMOTRON_LAYERS))
+
+
 PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size's name -> its family
     "gpt2": gpt2,
     "bert": bert,
@@ -282,6 +369,8 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "qwen3": qwen3,
     "gemma2": gemma2,
     "deepseek-v3": deepseek_v3,
+    "granite4": granite4,
+    "nemotron": nemotron_h,
 }
 
 

@@ -79,6 +79,15 @@ _GRANITE = dict(
     mamba_d_state=12,
     mamba_chunk_size=4,
 )
+_NEMOTRON = dict(
+    layers_block_type=["linear_attention", "mlp", "full_attention", "mlp", "linear_attention"],
+    head_dim=12,
+    mamba_num_heads=4,
+    mamba_head_dim=16,
+    ssm_state_size=12,
+    n_groups=2,
+    chunk_size=4,
+)
 _FALCON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None)
 _FALCON |= dict(eos_token_id=None, ffn_hidden_size=48)
 _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_heads=4, eos_token_id=None, pad_token_id=0)
@@ -112,6 +121,18 @@ MODELS = {
             | _GRANITE
             | dict(intermediate_size=20, num_local_experts=4, position_embedding_type="rope", tie_word_embeddings=True)
             | dict(mamba_n_groups=1, mamba_proj_bias=True, mamba_conv_bias=False, mamba_d_conv=3)
+        )
+    ),
+    "nemotron-h": lambda: hf.NemotronHForCausalLM(hf.NemotronHConfig(**_LLAMA | _NEMOTRON)),
+    # With experts in groups, as many keys as queries, and biases of the projections of Mamba-2.
+    "nemotron-3": lambda: hf.NemotronHForCausalLM(
+        hf.NemotronHConfig(
+            **_LLAMA
+            | _NEMOTRON
+            | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"])
+            | dict(num_key_value_heads=4, use_bias=True, use_conv_bias=False, conv_kernel=3, n_groups=1)
+            | dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
+            | dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=40)
         )
     ),
     "gpt2": lambda: hf.GPT2LMHeadModel(

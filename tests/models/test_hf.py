@@ -17,8 +17,9 @@ from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 from te_jax import hf
-from te_jax.hf import files
-from te_jax.models import ModelConfig, generate, published
+from te_jax.hf import files, plan
+from te_jax.hf.words import check_words
+from te_jax.models import CausalLM, ModelConfig, generate, published
 from te_jax.ops.rope import LinearScaling
 
 pytest.importorskip("safetensors")
@@ -207,6 +208,21 @@ def test_refused(name, tmp_path, monkeypatch):
         hf.load(folder, params_dtype=jnp.bfloat16)
 
 
+@pytest.mark.parametrize("layers", [0, 1])
+def test_layers_of_nemotron_that_predict_more(layers, tmp_path, monkeypatch):
+    """They are read past where config.json counts them."""
+    folder = tmp_path / "more"
+    shutil.copytree(FIXTURES / "nemotron-h", folder)
+    held = load_file(folder / files.ONE) | {"mtp.layers.0.norm.weight": np.ones(3, np.float32)}
+    save_file(held, folder / files.ONE)
+    there = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(there | dict(num_nextn_predict_layers=layers)))
+    monkeypatch.setattr(files.Checkpoint, "read", None)
+    kind, words = (TypeError, "NoneType") if layers else (ValueError, "none of a nemotron_h.*: mtp.layers.0.norm")
+    with pytest.raises(kind, match=words):
+        hf.load(folder)
+
+
 ROPE = dict(rope_type="yarn", factor=8.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16)
 OF_DEEPSEEK = {
     "mscale is 0.707; te_jax reads mscale_all_dim, 1.0": dict(rope_parameters=ROPE | dict(mscale=0.707)),
@@ -293,6 +309,17 @@ def test_what_config_json_has_no_word_for(name, tmp_path):
             hf.save(tmp_path / "no", apart, params)
     assert not (tmp_path / "no").exists()
     hf.save(tmp_path / "yes", model.clone(config=c.with_layer(self_attn_mask_type="padding_causal")), variables)
+
+
+@pytest.mark.parametrize("name", ["granite4-h-tiny", "nemotron-h-8b", "nemotron-3-nano-30b-a3b"])
+def test_hybrids_cut_small_have_checkpoints(name):
+    """Each parameter is of a tensor, though the config has only fields that differ from the layers' defaults."""
+    config = published(name, num_layers=8, hidden_size=16, vocab_size=32)
+    sizes = dict(mlp_hidden_size=24, num_attention_heads=2, num_gqa_groups=1, kv_channels=8)
+    moe = dict(moe={**config.layer["moe"], "num_experts": 8}) if "moe" in config.layer else {}
+    config = config.with_layer(**sizes, **moe, ssm=dict(ssm_num_heads=4, ssm_head_dim=8, ssm_num_groups=2))
+    family = plan.plan_of(CausalLM(config)).family  # which raises for others
+    check_words(config.family, config, family.read(family.write(config)))
 
 
 def test_published_deepseek(tmp_path):

@@ -14,6 +14,7 @@ from hf_folders import FIXTURES
 from te_jax import hf
 from te_jax.hf.families import FAMILIES
 from te_jax.hf.words import ABSENT, Said
+from te_jax.models import published
 
 pytest.importorskip("safetensors")
 
@@ -169,6 +170,16 @@ OF_GRANITE = (
     *(dict(time_step_limit=limit) for limit in ([1, 0.5], [0.1], [0.0, "inf"], [{}, 1.0], [-1, 1.0])),
     *(dict(num_key_value_heads=5), dict(rope_parameters=dict(rope_type="linear", factor=2.0))),
 )
+OF_NEMOTRON = (
+    *(dict(layers_block_type=types) for types in ([], ["linear_attention", "sliding_attention"], ["mamba"] * 10_001)),
+    *(dict(hybrid_override_pattern=letters) for letters in ("", "MA", "m-")),
+    *(dict(layers_block_type=["mlp"], hybrid_override_pattern="M"), dict(num_hidden_layers=5)),
+    *(dict(n_groups=3), dict(mamba_num_heads=3), dict(conv_kernel=5), dict(num_key_value_heads=5), dict(n_group=3)),
+    *(dict(n_group=4, topk_group=2), dict(num_experts_per_tok=9), dict(topk_group=2), dict(n_shared_experts=2)),
+    *(dict(moe_latent_size=1024), dict(moe_shared_expert_intermediate_size=7000), dict(tie_word_embeddings=True)),
+    *(dict(mlp_hidden_act="silu"), dict(mamba_hidden_act="gelu"), dict(mlp_bias=True), dict(attention_bias=True)),
+    *(dict(residual_in_fp32=True), dict(time_step_limit=[1, 0.5]), dict(sliding_window=8)),
+)
 OTHERS = {  # what would be another function, and was once read past
     "llama": (dict(is_causal=False), dict(sliding_window=8), dict(attention_bias=True), dict(mlp_bias=True)),
     "mistral": (dict(layer_types=["full_attention"] * 32), dict(num_key_value_heads=5), dict(head_dim=7)),
@@ -191,6 +202,7 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(num_local_experts=0) | words for words in OF_GRANITE),
         *(dict(num_experts_per_tok=9), dict(num_experts_per_tok=0), {}),  # 1024 is no multiple of 11008
     ),
+    "nemotron_h": OF_NEMOTRON,
     "bert": (dict(position_embedding_type="relative_key"), dict(is_decoder=True), dict(num_attention_heads=7)),
     "t5": (
         *(dict(dense_act_fn="gelu"), dict(is_gated_act=True), dict(feed_forward_proj="gated-silu")),
@@ -241,6 +253,7 @@ CHANGED = {  # a family's words of what is changed below
     "gemma2": {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"},
     "deepseek_v3": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "granitemoehybrid": DEFAULT | {"shared_intermediate_size", "layer_types"},
+    "nemotron_h": {"layers_block_type", "intermediate_size", "vocab_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),
 }
@@ -273,6 +286,52 @@ def test_a_changed_word_leaves_none_of_its_other_names(tmp_path):
     assert FAMILIES["llama"].read(written).with_layer(rotary_pos_emb_scaling=None) == other
     mistral = replace(config, family="mistral")
     assert FAMILIES["mistral"].write(mistral)["sliding_window"] is None
+
+
+def test_letters_of_nemotron_say_its_layers(tmp_path):
+    """As older config.json have them, which are written as they were read, but for what was changed."""
+    words = json.loads((FIXTURES / "nemotron-h/config.json").read_text())
+    types = words.pop("layers_block_type")
+    words |= dict(hybrid_override_pattern="M-*-M", num_hidden_layers=5)
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    config, family = hf.read_config(tmp_path), FAMILIES["nemotron_h"]
+    assert config == hf.read_config(FIXTURES / "nemotron-h") and family.write(config) == words
+    assert differences(words, family.write(replace(config, vocab_size=9))) == {"vocab_size"}
+    fewer = family.write(replace(config, num_layers=3))
+    assert differences(words, fewer) == {"hybrid_override_pattern", "num_hidden_layers"}
+    assert (fewer["hybrid_override_pattern"], fewer["num_hidden_layers"]) == ("M-*", 3)
+    for said in (dict(layer_types=types), dict(layers_block_type=["mlp"], layer_types=types)):
+        assert family.read(words | said) == config
+    with pytest.raises(ValueError, match=r"layers_block_type is \['both', .*pass for each layer one of"):
+        family.write(replace(config, pattern=()))
+
+
+# As they were published, but for what is kept.
+MULTIPLIERS = dict(embedding_multiplier=12, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=6)
+EVERY_TENTH = ["mamba"] * 5 + ["attention"] + ["mamba"] * 4
+HYBRIDS = {
+    "granite4-h-tiny": MULTIPLIERS
+    | dict(hidden_size=1536, num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4, vocab_size=100352)
+    | dict(intermediate_size=512, shared_intermediate_size=1024, num_local_experts=64, num_experts_per_tok=6)
+    | dict(mamba_d_state=128, mamba_n_groups=1, mamba_n_heads=48, mamba_d_head=64, mamba_expand=2, mamba_d_conv=4)
+    | dict(layer_types=4 * EVERY_TENTH, rms_norm_eps=1e-5, tie_word_embeddings=True, position_embedding_type="nope"),
+    "nemotron-3-nano-30b-a3b": dict(hidden_size=2688, num_attention_heads=32, num_key_value_heads=2, head_dim=128)
+    | dict(hybrid_override_pattern="MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME", num_hidden_layers=52)
+    | dict(mamba_num_heads=64, mamba_head_dim=64, ssm_state_size=128, n_groups=8, conv_kernel=4, vocab_size=131072)
+    | dict(n_routed_experts=128, num_experts_per_tok=6, n_group=1, topk_group=1, routed_scaling_factor=2.5)
+    | dict(moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, intermediate_size=1856)
+    | dict(layer_norm_epsilon=1e-5, n_shared_experts=1, norm_topk_prob=True),
+    # Its class has these sizes by default.
+    "nemotron-h-8b": dict(hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_published_hybrids(name):
+    """Words that are written of a model of te_jax.models say what the published ones say."""
+    config = published(name)
+    family = FAMILIES[config.family]
+    assert family.read(family.write(config)) == family.read(HYBRIDS[name])
 
 
 FILES = (
