@@ -25,6 +25,7 @@ from .process import in_own_process
 MIXERS = tuple(gpt.config.MIXERS)
 CASE = "Llama 3 8B's widths: generate behind {} tokens"
 CONTEXTS, BATCHES, TOKENS = (2048, 8192, 32768), (1, 16), 64
+_TINY_CONTEXTS = 32, 256
 _TIMED = 2  # calls
 _TINY = families.Size(64, 96, 4, 4, groups=2, vocab=160, tied=False)
 
@@ -49,8 +50,9 @@ def bytes_of_row(cache) -> dict[str, int]:
 
 def measure(mixer: str, tiny: bool) -> list[dict]:
     lm, prompt = model(mixer, tiny), jnp.zeros((1, 8), jnp.int32)
+    contexts = _TINY_CONTEXTS if tiny else CONTEXTS
     variables = jax.block_until_ready(jax.jit(lambda key: nn.meta.unbox(lm.init(key, prompt)))(jax.random.key(0)))
-    return [behind(lm, variables, context) | dict(impl=f"te_jax bf16, {mixer}") for context in CONTEXTS]
+    return [behind(lm, variables, context) | dict(impl=f"te_jax bf16, {mixer}") for context in contexts]
 
 
 def behind(lm: models.CausalLM, variables, context: int) -> dict:
