@@ -336,10 +336,14 @@ def _add_state(y, C, state, since, sees):
     all. since: f32[b, s, h], what is left of the state."""
     precision = None if y.dtype in (jnp.bfloat16, jnp.float16) else jax.lax.Precision.HIGHEST
     only = lambda a: a if sees is None else jnp.where(sees[..., None], a, 0)  # A state of NaN reaches nothing else.
-    state = state.reshape(state.shape[0], C.shape[2], -1, *state.shape[2:])
-    added = jnp.einsum("bsgn,bgrpn->bsgrp", only(C).astype(state.dtype), state, precision=precision)
-    added = only(added.reshape(y.shape) * since[..., None])
-    return (y.astype(added.dtype) + added).astype(y.dtype)
+
+    @jax.checkpoint  # The backward pass multiplies again: the product, in f32, would be kept for the gradient of since.
+    def added(C, state, since):
+        state = state.reshape(state.shape[0], C.shape[2], -1, *state.shape[2:])
+        product = jnp.einsum("bsgn,bgrpn->bsgrp", only(C).astype(state.dtype), state, precision=precision)
+        return only(product.reshape(y.shape) * since[..., None])
+
+    return (y.astype(state.dtype) + added(C, state, since)).astype(y.dtype)
 
 
 def _behind_others(state, kept, goes_on, axis):
