@@ -4,7 +4,7 @@ import argparse
 import pathlib
 import sys
 
-from . import decode, hlo, layers, memory, overlap, report, run, step_trace, tables, timing, trees, turns
+from . import contexts, decode, hlo, layers, memory, overlap, report, run, step_trace, tables, timing, trees, turns
 
 _MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
 # Of each option: its type or its choices, and its help. `file` is an argument.
@@ -25,6 +25,7 @@ _OPTIONS = {
     "impl": (layers.IMPLS, "by whom"),
     "strategies": (str, "by which tokens reach their experts, as all_gather,all_to_all,ring,ragged: other rows"),
     "pieces": (str, "in which their sums come back, as 1,2,4: other rows"),
+    "mixer": (("all", *contexts.MIXERS), "of random weights, behind contexts of growing length"),
     "role": (("fsdp", "dp", "tp"), "of all GPUs"),
     "quick": (bool, "a tenth of a second for each row, where it is a second"),
     "profile": (bool, "also the time in kernels, by jax.profiler"),
@@ -74,8 +75,8 @@ COMMANDS = {
     ),
     "decode": (
         decode.main,
-        dict(out=None, tiny=0, folder=None, measure=None),
-        "a checkpoint of 8B parameters: loading, memory and tokens per second, next to transformers",
+        dict(out=None, tiny=0, folder=None, mixer=None, measure=None),
+        "a checkpoint of 8B parameters: loading, memory and tokens per second, next to transformers; or by mixers",
     ),
     "trees": (
         trees.main,

@@ -2,7 +2,7 @@
 into parameters in FP8, the memory that takes, and tokens per second after prompts, next to Hugging Face's transformers.
 
 The checkpoint is written first, by te_jax.hf. Each way then has a process of its own, whose memory holds nothing else.
-All draw the likeliest token. The first call, which compiles, is timed apart.
+All draw the likeliest token. The first call, which compiles, is timed apart. With --mixer: contexts.py.
 """
 
 import json
@@ -20,7 +20,7 @@ import te_jax as te
 from te_jax import hf, models
 from te_jax.models import families
 
-from . import machine, report
+from . import contexts, machine, report
 from .process import in_own_process
 
 OURS = {"te_jax bf16": None, "te_jax fp8 current": te.recipe.Float8CurrentScaling()}
@@ -93,6 +93,8 @@ def _transformers(folder, way: str) -> tuple[Callable, Callable, int]:
 
 
 def main(args) -> int:
+    if args.mixer:
+        return contexts.main(args)
     if args.measure:
         found = write(args.folder, args.tiny) if args.measure == "write" else measure(args.measure, args.folder)
         print(json.dumps(found))

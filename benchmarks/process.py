@@ -4,9 +4,10 @@ import json
 import os
 import subprocess
 import sys
+from typing import Any
 
 
-def in_own_process(command: str, flags: str = "", timeout_s: float | None = None, **options) -> dict:
+def in_own_process(command: str, flags: str = "", timeout_s: float | None = None, **options) -> Any:
     """What `python -m benchmarks <command>` with these options prints last, as JSON; {"error": ...} where it fails.
 
     flags: XLA's, in addition to the flags of the environment.

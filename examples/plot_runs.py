@@ -2,7 +2,7 @@
 
     python examples/plot_runs.py runs/gpt/results.json runs/current/results.json --out gaps.png
 
-A file that has several runs, of --compare, gives them all.
+A file that has several runs, of --compare, gives them all. Runs may be under several recipes, or with several mixers.
 """
 
 import argparse
@@ -20,10 +20,15 @@ def main(argv: list[str] | None = None) -> int:
     out = args.out or args.results[0].with_name("loss.png")
     try:
         config.need("matplotlib")
-        plot.save(out, *plot.read(args.results))
+        found, title = plot.read(args.results)
+        plot.save(out, found, title)
     except (OSError, ValueError) as error:
         print(f"plot_runs: {error}", file=sys.stderr)
         return 2
+    apart = {id(gap.curve): f"; gap to bf16 {gap.text}" for gap in plot.gaps(found)}
+    for curve, name in zip(found, plot.labels(found)):
+        loss = curve.losses[curve.last].mean()
+        print(f"{name}: loss {loss:.4f} nats over the last tenth of {curve.steps[-1]} steps{apart.get(id(curve), '')}")
     print(f"wrote {out}")
     return 0
 

@@ -49,7 +49,7 @@ def held_out_loss(eval_loss, state, batches) -> float:
 
 def batches(args, corpus: data.Corpus, devices: jax.sharding.Mesh | None):
     """(step -> its batch, the held-out batches), on `devices`; a process reads only its rows."""
-    feed = mesh.Feed(devices, args.batch_size)
+    feed = mesh.Feed(devices, args.batch_size, balanced=args.model.ssm is None)
 
     def batch(step):
         return feed(data.batch(corpus.train, args.batch_size, args.seq_len, args.seed, step, feed.rows))
@@ -177,7 +177,9 @@ def report_health(args, looks: list[dict]) -> None:
         return
     directory = pathlib.Path(args.fp8_report)
     if cluster.is_first():
-        health.write(directory, args.fp8_report_every, looks, f"FP8 tensors of a byte-level GPT, {args.preset}")
+        health.write(
+            directory, args.fp8_report_every, looks, f"FP8 tensors of a byte-level GPT, {config.described(args)}"
+        )
     print(f"FP8 tensors at step {looks[-1]['step']}, the worst of their layers:", health.table(looks[-1]), sep="\n")
     print(f"wrote {directory / health.PNG} and {directory / health.JSON}")
 
@@ -223,7 +225,7 @@ def run(args, out: pathlib.Path) -> int:
             if cluster.is_first():
                 held.enter_context(rundir.locked(out))
         kind = jax.devices()[0].device_kind + (f", mesh {mesh.described(args.mesh)}" if devices else "")
-        print(f"device: {kind}; preset: {args.preset}; text: {corpus.source}", flush=True)
+        print(f"device: {kind}; preset: {config.described(args)}; text: {corpus.source}", flush=True)
         begun, stop, hearing = [], Stop(), contextlib.ExitStack()
 
         def begin() -> None:
@@ -253,8 +255,9 @@ def reported(args, out: pathlib.Path, key: dict, corpus: data.Corpus, kind: str,
     settings = {name: value for name, value in {**vars(args), **key}.items() if name not in ("model", "given")}
     if cluster.is_first():
         report.write(out / "results.json", settings, corpus.source, runs, gap, distances)
-        plot.save(out / "loss.png", plot.curves(runs, args.recipe), f"byte-level GPT, {args.preset}, {kind}")
-        if args.model.experts and load.save(out / load.PNG, runs, f"loads of experts, {args.preset}, {kind}"):
+        model = f"{config.described(args)}, {kind}"
+        plot.save(out / "loss.png", plot.curves(runs, args.recipe, args.mixer), f"byte-level GPT, {model}")
+        if args.model.experts and load.save(out / load.PNG, runs, f"loads of experts, {model}"):
             print(f"wrote {out / load.PNG}")
     print(*report.lines(runs, gap, distances), f"wrote {out / 'loss.png'} and {out / 'results.json'}", sep="\n")
     print(*whats_next(args, out), sep="\n")

@@ -18,6 +18,18 @@ class Experts:
 
 
 @dataclasses.dataclass(frozen=True)
+class Ssm:
+    """What mixes tokens instead of attention: Mamba-2, whose channels are twice the hidden ones, in heads."""
+
+    head_dim: int = 64
+    state: int = 128
+    attention_every: int | None = None  # of so many layers the second one has attention; None: none has
+
+
+MIXERS = {"attention": None, "mamba2": Ssm(), "hybrid": Ssm(attention_every=4)}
+
+
+@dataclasses.dataclass(frozen=True)
 class Model:
     """Sizes of the transformer; everything that decides the parameter tree."""
 
@@ -32,13 +44,27 @@ class Model:
     rope: bool = False  # False: learned positions, which take many more steps to be of use
     tie_embeddings: bool = True
     experts: Experts | None = None  # None: one MLP for all tokens
+    ssm: Ssm | None = None  # None: attention in all layers
 
     @classmethod
     def of(cls, key: dict) -> "Model":
-        """The model of a checkpoint, from its `resume_key`; an early one has no `experts`."""
+        """The model of a checkpoint, from its `resume_key`; an early one has neither `experts` nor `ssm`."""
         fields = {f.name: key[f.name] for f in dataclasses.fields(cls) if f.name in key}
         fields = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
-        return cls(**fields | ({"experts": Experts(**fields["experts"])} if fields.get("experts") else {}))
+        parts = {name: kind(**fields[name]) for name, kind in (("experts", Experts), ("ssm", Ssm)) if fields.get(name)}
+        return cls(**fields | parts)
+
+    @property
+    def ssm_heads(self) -> int:
+        """The heads of Mamba-2, where the model has it."""
+        return 2 * self.hidden // self.ssm.head_dim
+
+    @property
+    def layers_with_attention(self) -> int:
+        if self.ssm is None:
+            return self.layers
+        every = self.ssm.attention_every
+        return 0 if every is None else (self.layers + every - 2) // every
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +180,8 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     _add(p, "--recipe", "scales of FP8 tensors: from past steps, with attention in FP8 too or without, from their own "
         "amax, fixed, of blocks [default: delayed]",
         choices=("delayed", "attention", "current", "fixed", "block", "mxfp8"), default="delayed")  # fmt: skip
+    _add(p, "--mixer", "of tokens: attention, Mamba-2, or a hybrid, which is Mamba-2 with attention in every fourth "
+        "layer [default: attention]", choices=MIXERS, default="attention")  # fmt: skip
     _add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
     _add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
@@ -252,7 +280,8 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         if getattr(args, field) is None:
             setattr(args, field, getattr(preset, field))
     experts = _experts(p, args, preset.model.experts)
-    args.model = dataclasses.replace(preset.model, layers=args.layers or preset.model.layers, experts=experts)
+    layers = args.layers or preset.model.layers
+    args.model = dataclasses.replace(preset.model, layers=layers, experts=experts, ssm=MIXERS[args.mixer])
     args.warmup = min(args.warmup, args.steps // 2)  # a short run still reaches its peak
 
     if args.checkpoint_every is None:
@@ -281,6 +310,7 @@ def complete(args: argparse.Namespace, default_preset: str) -> argparse.Namespac
         )
     if args.sequence_parallel and args.mesh is None:
         p.error("--sequence-parallel needs --mesh with tp=2 or more")
+    _check_mixer(p, args)
     _complete_report(p, args)
     return args
 
@@ -303,6 +333,20 @@ def _experts(p: argparse.ArgumentParser, args: argparse.Namespace, preset: Exper
     return dataclasses.replace(experts, bias_rate=BIAS_TRAVEL / args.steps if experts.balance == "bias" else 0.0)
 
 
+def _check_mixer(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    if args.model.ssm is None:
+        return
+    if args.api == "nnx":
+        p.error(f"--api nnx is for --mixer attention here, not {args.mixer}: leave one of the two out")
+    if args.model.layers_with_attention:
+        return
+    if args.mixer == "hybrid":
+        p.error(f"--mixer hybrid has attention in the second layer of four: --layers is {args.layers}, give 2 or more")
+    for flag, given in (("--recipe attention", args.recipe == "attention"), ("--cp-strategy", args.cp_strategy)):
+        if given:
+            p.error(f"{flag} is for attention, which --mixer {args.mixer} has not: leave one of the two out")
+
+
 def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
     if args.fp8_report is None:
         for flag, value in (("--fp8-report-every", args.fp8_report_every), ("--tensorboard", args.tensorboard)):
@@ -316,6 +360,11 @@ def _complete_report(p: argparse.ArgumentParser, args: argparse.Namespace) -> No
     if args.fp8_report_every is None:
         args.fp8_report_every = max(1, args.steps // 50)
     args.fp8_report = args.fp8_report or args.out
+
+
+def described(args: argparse.Namespace) -> str:
+    """The preset, and the mixer where it is another than the preset's: for titles."""
+    return args.preset + ("" if args.model.ssm is None else f", {args.mixer}")
 
 
 def resume_key(args: argparse.Namespace, text_sha256: str) -> dict:

@@ -18,17 +18,22 @@ PEAKS = (
 def per_token(c: Model, seq_len: int) -> float:
     """FLOPs of the model for one token, forward and backward (three times forward).
 
-    Only matrix products, two per weight; causal attention is counted as the half that is not masked.
+    Only matrix products, two per weight; causal attention is counted as the half that is not masked, Mamba-2's scan as
+    its recurrence.
     Recomputation (--remat) is not counted: this is what the model needs, not what the program does.
     """
     kv_width = c.hidden * (c.gqa_groups or c.heads) // c.heads
-    attention_weights = 2 * c.hidden * c.hidden + 2 * c.hidden * kv_width  # query, out; key, value
+    attention = 2 * c.hidden * c.hidden + 2 * c.hidden * kv_width  # query, out; key, value
+    attention += 2 * c.hidden * seq_len / 2  # scores and values
     mlp_weights = (len(c.activations) + 1) * c.hidden * c.ffn
     if c.experts:  # a token meets its own ones, and the router
         mlp_weights = c.experts.top_k * mlp_weights + c.hidden * c.experts.count
-    scores_and_values = 2 * c.hidden * seq_len / 2
-    layer = attention_weights + mlp_weights + scores_and_values
-    return 3 * 2 * (c.layers * layer + c.hidden * VOCAB)
+    mixers = c.layers_with_attention * attention
+    if c.ssm:  # projections to x, z, B, C, steps, and back; the state's change, and what is read of it
+        channels = c.ssm_heads * c.ssm.head_dim
+        projections = c.hidden * (3 * channels + 2 * c.ssm.state + c.ssm_heads)
+        mixers += (c.layers - c.layers_with_attention) * (projections + 2 * channels * c.ssm.state)
+    return 3 * 2 * (mixers + c.layers * mlp_weights + c.hidden * VOCAB)
 
 
 def peak(device_kind: str, precision: str) -> float | None:

@@ -3,7 +3,8 @@
 dp:   data parallel: the batch is divided, parameters are on every device.
 fsdp: fully sharded data parallel: the batch is divided, and so are parameters and the optimizer's moments.
 ep:   expert parallel: the batch is divided, and the experts of each layer; tokens are sent to their experts.
-cp:   context parallel: the sequence is divided. Only attention needs more of it than a device has; te_jax's does that.
+cp:   context parallel: the sequence is divided. Only attention and Mamba-2 need more of it than a device has; te_jax's
+      do that.
 tp:   tensor parallel: heads and the MLP's width are divided; with --sequence-parallel, outside of the GEMMs, the
       sequence too (each part of it, with cp).
 """
@@ -62,14 +63,17 @@ def check(args) -> None:
     fsdp, tp, ep = (args.mesh.get(axis, 1) for axis in ("fsdp", "tp", "ep"))
     rows, cp = args.mesh.get("dp", 1) * fsdp * ep, args.cp
     of_sequence = ("cp x " if cp > 1 else "") + "tp with --sequence-parallel"
+    attends, by_cp = model.layers_with_attention > 0, ("cp", cp) if model.ssm else ("2 x cp", 2 * cp)  # see `Feed`
     for what, size, by, parts in (
         ("--batch-size is", args.batch_size, "dp x fsdp" + (" x ep" if ep > 1 else ""), rows),
         ("--moe is", model.experts.count if model.experts else ep, "ep", ep),
         (f"preset {args.preset} has a hidden size of", model.hidden, "fsdp", fsdp),
-        (f"preset {args.preset} has attention heads:", model.heads, "tp", tp),
-        (f"preset {args.preset} has keys of a width of", keys, "tp", tp),  # heads that tp does not divide are copied
+        (f"preset {args.preset} has attention heads:", model.heads, "tp", tp if attends else 1),
+        # Heads of keys that tp does not divide are copied.
+        (f"preset {args.preset} has keys of a width of", keys, "tp", tp if attends else 1),
+        (f"preset {args.preset} has Mamba-2 heads:", model.ssm_heads if model.ssm else tp, "tp", tp),
         (f"preset {args.preset} has an MLP width of", model.ffn, "tp", tp),
-        ("--seq-len is", args.seq_len, "2 x cp", 2 * cp if cp > 1 else 1),
+        ("--seq-len is", args.seq_len, by_cp[0], by_cp[1] if cp > 1 else 1),
         ("--seq-len is", args.seq_len, of_sequence, cp * tp if args.sequence_parallel else 1),
     ):
         if size % parts:
@@ -108,12 +112,13 @@ def shardings(boxed, mesh: Mesh):
 class Feed:
     """Batches of this process -> batches of all. `rows`: the rows of a global batch that this process reads.
 
-    Where a mesh axis cp divides the sequence, a batch is no array of windows, but tokens and targets, in an order that
-    gives each device an early and a late part of a sequence: causal attention then has as much to do on each.
+    Where a mesh axis cp divides the sequence, a batch is no array of windows, but tokens and targets; with `balanced`
+    in an order that gives each device an early and a late part of a sequence: causal attention then has as much to do
+    on each.
     """
 
-    def __init__(self, mesh: Mesh | None, batch_size: int):
-        self.mesh, self.cp = mesh, 1 if mesh is None else mesh.shape.get("cp", 1)
+    def __init__(self, mesh: Mesh | None, batch_size: int, balanced: bool = True):
+        self.mesh, self.cp, self.balanced = mesh, 1 if mesh is None else mesh.shape.get("cp", 1), balanced
         self.by = () if mesh is None else tuple(axis for axis in ROWS if axis in mesh.axis_names)
         self.batch_size, self.rows = batch_size, np.arange(batch_size)
         if mesh is not None:
@@ -127,9 +132,8 @@ class Feed:
         if self.cp == 1:
             return self._placed(windows, PartitionSpec(self.by))
         pair = windows[:, :-1], windows[:, 1:]
-        return tuple(
-            self._placed(reorder_causal_load_balancing(x, self.cp), PartitionSpec(self.by, "cp")) for x in pair
-        )
+        in_order = lambda x: reorder_causal_load_balancing(x, self.cp) if self.balanced else x
+        return tuple(self._placed(in_order(x), PartitionSpec(self.by, "cp")) for x in pair)
 
     def _placed(self, rows: np.ndarray, spec: PartitionSpec) -> jax.Array:
         shape = (self.batch_size, *rows.shape[1:])  # of whole sequences: each device takes its part of them

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from te_jax.models import CausalLM, ModelConfig
 from te_jax.sharding import reorder_causal_load_balancing
 
-from .config import Experts, Model
+from .config import Experts, Model, Ssm
 
 VOCAB = 256  # a token is a byte
 
@@ -49,18 +49,36 @@ def embedded(tokens: jax.Array, table: jax.Array) -> jax.Array:
     return jnp.matmul(jax.nn.one_hot(tokens, VOCAB), table, precision=jax.lax.Precision.HIGHEST)
 
 
+def ssm_fields(config: Model) -> dict:
+    """The fields of a layer that has Mamba-2 instead of attention; {} for a model without."""
+    if config.ssm is None:
+        return {}
+    sizes = dict(ssm_num_heads=config.ssm_heads, ssm_head_dim=config.ssm.head_dim, ssm_state_size=config.ssm.state)
+    return dict(ssm=sizes)
+
+
+def with_mixer(layer: dict, ssm: Ssm | None, fields: dict) -> dict:
+    """The fields `layer` and `pattern` of a ModelConfig. fields: those of a layer with Mamba-2."""
+    if ssm is None:
+        return dict(layer=layer)
+    if ssm.attention_every is None:
+        return dict(layer=layer | fields)
+    return dict(layer=layer, pattern=tuple({} if place == 1 else fields for place in range(ssm.attention_every)))
+
+
 def logits_of(x: jax.Array, head: jax.Array) -> jax.Array:
     """x bf16[b, s, hidden], head f32[256, hidden] -> f32[b, s, 256]."""
     return jnp.einsum("bsh,vh->bsv", x, head.astype(x.dtype), preferred_element_type=jnp.float32)
 
 
 def architecture(config: Model, max_len: int, layer: dict) -> ModelConfig:
-    """The model as `te_jax.models` says it. layer: fields of its layers."""
+    """The model as `te_jax.models` says it. layer: fields of its layers with attention."""
+    fields = {name: value for name, value in layer.items() if name != "hidden_size"}
     return ModelConfig(
         vocab_size=VOCAB,
         num_layers=config.layers,
         hidden_size=config.hidden,
-        layer={name: value for name, value in layer.items() if name != "hidden_size"},
+        **with_mixer(fields, config.ssm, ssm_fields(config)),
         max_positions=None if config.rope else max_len,
         tie_embeddings=config.tie_embeddings,
     )
@@ -71,8 +89,9 @@ class GPT(nn.Module):
 
     fp8_params: kernels are parameters in FP8, where there is a recipe: see `steps.initial`.
     sequence_parallel: the sequence is divided over the tensor-parallel devices outside of the GEMMs.
-    cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits are in
-        the order of `reorder_causal_load_balancing`. cp_strategy: how attention gets keys and values of all of it.
+    cp: devices of the MeshResource's cp_resource, which divide the sequence; with 2 or more, tokens and logits of a
+        model that has only attention are in the order of `reorder_causal_load_balancing`. cp_strategy: how attention
+        gets keys and values of all of it.
     deterministic_gradients: of attention: the same bits in every run.
     """
 
@@ -86,11 +105,15 @@ class GPT(nn.Module):
     fp8_params: bool = False
     deterministic_gradients: bool = False
 
+    @property
+    def balanced(self) -> bool:
+        return self.cp > 1 and self.config.ssm is None  # Mamba-2 has its tokens in order.
+
     def setup(self):
         layer = dict(
             enable_sequence_parallel=self.sequence_parallel,
             # The axis itself is the MeshResource's. RoPE turns by the places that the order says.
-            context_parallel_causal_load_balanced=self.cp > 1,
+            context_parallel_causal_load_balanced=self.balanced,
             context_parallel_strategy=self.cp_strategy,
         )
         layer = layer_fields(self.config, self.dropout, self.deterministic_gradients) | layer
@@ -104,7 +127,7 @@ class GPT(nn.Module):
 
         train: experts sow into the collections `losses` (terms that keep their loads even) and `intermediates` (loads).
         """
-        if self.cp > 1 and positions is None and not self.config.rope:
+        if self.balanced and positions is None and not self.config.rope:
             in_order = reorder_causal_load_balancing(jnp.arange(tokens.shape[1]), self.cp, axis=0)
             positions = jnp.broadcast_to(in_order, tokens.shape)
         deterministic = self.dropout == 0 and not train

@@ -164,8 +164,11 @@ def step_loss(model: GPT, state: TrainState, batch):
 def loads_in(intermediates) -> jax.Array:
     """i32[layers, experts]: the tokens of each expert, as the layers have sown them."""
     found = flax.traverse_util.flatten_dict(intermediates)
-    ((loads,),) = (value for path, value in found.items() if path[-1] == "tokens_per_expert")
-    return loads
+    place = lambda path: [int(part.removeprefix("layer_")) for part in path if part.startswith("layer_")]
+    sown = sorted((place(path), path, value[0]) for path, value in found.items() if path[-1] == "tokens_per_expert")
+    scanned = [loads for _, path, loads in sown if "layers" in path]  # of each layer of a round, [rounds, experts]
+    rounds = [jnp.stack(scanned, 1).reshape(-1, scanned[0].shape[-1])] if scanned else []
+    return jnp.concatenate([*rounds, *(loads[None] for _, path, loads in sown if "layers" not in path)])
 
 
 def make_train_step(model: GPT, optimizer, recipe, shardings: TrainState | None = None):

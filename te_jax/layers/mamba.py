@@ -21,7 +21,8 @@ from te_jax.ops.ssm.runs import runs_of
 from te_jax.ops.ssm.scan import LIMIT, step_sizes
 from te_jax.sharding import current_mesh_resource
 from te_jax.sharding.constraints import place_axis, repeat_groups, split_over
-from te_jax.sharding.resource import check_cuts_sequence_alone, check_in_mesh, is_manual
+from te_jax.sharding.logical_axes import batch_axes
+from te_jax.sharding.resource import auto_mesh, check_cuts_sequence_alone, check_in_mesh, is_manual, mesh_sizes
 
 
 def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
@@ -252,13 +253,15 @@ def _check_cut(name, s, width, axis, state, lengths, return_state):
 def _on_each_device(axis, limit, over, x, B, C, dt, weights, segments):
     """y [b, s, h, p] before its norm. Each device scans its tokens from a state of zeros, and adds what those of the
     devices before have left to the tokens that see it."""
+    place = _AutoAxes.of(x, B, over)
 
     def shard(x, B, C, dt, segments, weights):
         x, B, C, dt, segments, weights = align(x, B, C, dt, segments, weights)
         runs, goes_on = None if segments is None else runs_of(segments), _goes_on(segments, axis)
         tails = [last_inputs(_by_channels(a), runs, weights.x_kernel.shape[0] - 1) for a in (x, B, C)]
         before = [jnp.where(goes_on[:, None, None], _from_a_device_before(a, axis), 0) for a in tails]
-        x, B, C, *_ = _convolved(x, B, C, weights, before, segments, None, over, False)
+        x, B, C, *_ = _convolved(x, B, C, weights, before, segments, None, ((), 1) if place.heads else over, False)
+        B, C = map(place.own_groups, (B, C))
         rate, steps = _decay_rate(weights, x), dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=limit)
         y, state = ssd(x, dt, rate, B, C, weights.D, **steps, segments=segments, return_final_state=True)
         logs = jnp.cumsum(_steps_of(dt, weights, limit) * rate, 1)
@@ -268,14 +271,50 @@ def _on_each_device(axis, limit, over, x, B, C, dt, weights, segments):
 
     if is_manual(axis):
         return shard(x, B, C, dt, segments, weights)
-    tokens = PartitionSpec(None, axis)
-    specs = (*(tokens,) * 4, None if segments is None else tokens, jax.tree.map(lambda _: PartitionSpec(), weights))
-    run = jax.shard_map(shard, in_specs=specs, out_specs=tokens, axis_names={axis})
+    one = lambda names: names or None
+    heads, groups = PartitionSpec(one(place.heads)), PartitionSpec(one(place.groups))
+    rows = PartitionSpec(one(place.rows), axis)
+    of_heads, of_groups = PartitionSpec(*rows, *heads), PartitionSpec(*rows, *groups)
+    taps = [PartitionSpec(None, *each) for each in (heads, groups, groups)]
+    given = MambaWeights(*taps, heads, groups, groups, *(heads,) * 4)
+    given = MambaWeights(*(None if a is None else spec for a, spec in zip(weights, given)))
+    specs = (of_heads, of_groups, of_groups, of_heads, None if segments is None else rows, given)
+    names = {axis, *place.rows, *place.heads}
+    run = jax.shard_map(shard, in_specs=specs, out_specs=of_heads, axis_names=names)
     if on_explicit_mesh(jax.typeof(x)):
         x, B, C, dt = (place_axis(a, 1, (axis,)) for a in (x, B, C, dt))
         if segments is not None:
             segments = jax.sharding.reshard(segments, PartitionSpec(*jax.typeof(x).sharding.spec[:1], axis))
     return run(x, B, C, dt, segments, weights)
+
+
+class _AutoAxes(NamedTuple):
+    """The Auto mesh axes by which a device has its rows, its heads and its groups, so that kernels see only these."""
+
+    rows: tuple[str, ...]
+    heads: tuple[str, ...]
+    groups: tuple[str, ...]  # (): all groups are on every device
+    copies: tuple[int, int]  # how many devices share a group that none has by itself, and how many groups a device has
+
+    @classmethod
+    def of(cls, x, B, over) -> "_AutoAxes":
+        resource, (names, devices), groups = current_mesh_resource(), over, B.shape[2]
+        if auto_mesh() is None or resource is None:
+            return cls((), (), (), (1, groups))
+        rows = batch_axes(resource)
+        rows = () if x.shape[0] % math.prod(mesh_sizes()[name] for name in rows) else rows
+        if x.shape[2] % devices:
+            names, devices = (), 1
+        each = math.lcm(groups, devices)
+        return cls(rows, names, () if groups % devices else names, (each // groups, each // devices))
+
+    def own_groups(self, a):
+        """a [b, s, g, n] -> the groups of this device's heads, where all are here."""
+        copies, count = self.copies
+        if copies == 1 or a.shape[2] == 1:
+            return a
+        first = jax.lax.axis_index(self.heads) * count
+        return jnp.take(a, (first + jnp.arange(count)) // copies, axis=2)
 
 
 def _from_a_device_before(a, axis, step=1):
@@ -295,13 +334,16 @@ def _goes_on(segments, axis):
 def _add_state(y, C, state, since, sees):
     """y [b, s, h, p], and what a state f32[b, h, p, n] before the tokens adds to those that see it, bool[b, s, 1], or
     all. since: f32[b, s, h], what is left of the state."""
-    groups, exact = C.shape[2], y.dtype not in (jnp.bfloat16, jnp.float16)
-    state = state.reshape(state.shape[0], groups, -1, *state.shape[2:])
-    precision = jax.lax.Precision.HIGHEST if exact else None
-    added = jnp.einsum("bsgn,bgrpn->bsgrp", C.astype(state.dtype), state, precision=precision)
-    added = added.reshape(y.shape) * since[..., None]
-    added = added if sees is None else jnp.where(sees[..., None], added, 0)
-    return (y.astype(added.dtype) + added).astype(y.dtype)
+    precision = None if y.dtype in (jnp.bfloat16, jnp.float16) else jax.lax.Precision.HIGHEST
+    only = lambda a: a if sees is None else jnp.where(sees[..., None], a, 0)  # A state of NaN reaches nothing else.
+
+    @jax.checkpoint  # The backward pass multiplies again: the product, in f32, would be kept for the gradient of since.
+    def added(C, state, since):
+        state = state.reshape(state.shape[0], C.shape[2], -1, *state.shape[2:])
+        product = jnp.einsum("bsgn,bgrpn->bsgrp", only(C).astype(state.dtype), state, precision=precision)
+        return only(product.reshape(y.shape) * since[..., None])
+
+    return (y.astype(state.dtype) + added(C, state, since)).astype(y.dtype)
 
 
 def _behind_others(state, kept, goes_on, axis):

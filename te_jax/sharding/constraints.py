@@ -72,7 +72,7 @@ def repeat_groups(
     names, devices = over or split_over(heads, -2)
     g = groups[0].shape[-2]
     copies = math.lcm(g, devices) // g
-    if copies == 1:
+    if copies == 1 or heads.shape[-2] % devices:
         return heads, *groups
     repeat = lambda x: jnp.broadcast_to(x[..., None, :], (*x.shape[:-1], copies, x.shape[-1]))
     each = lambda x: place_axis(repeat(x).reshape(*x.shape[:-2], x.shape[-2] * copies, x.shape[-1]), -2, names)

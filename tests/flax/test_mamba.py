@@ -218,11 +218,13 @@ def test_mesh(kind, groups, tp):
     assert f"f32[2,{S},{N // tp},{P}]" in text and f"f32[2,{S},{N},{P}]" not in text
 
 
-@pytest.mark.parametrize(("kind", "packed"), [
-    ("auto", False), ("auto", True), ("explicit", True), ("manual", True), ("manual", "offsets"),
+@pytest.mark.parametrize(("kind", "packed", "sizes"), [
+    ("auto", False, (2, 2, 2)), ("auto", True, (1, 4, 2)), ("auto", True, (1, 2, 4)), ("explicit", True, (1, 4, 2)),
+    ("manual", True, (1, 4, 2)), ("manual", "offsets", (1, 4, 2)),
 ])  # fmt: skip
-def test_a_sequence_on_several_devices(kind, packed):
-    """cp = 4, tp = 2: the numbers of one device, with segments that end within, between and behind devices."""
+def test_a_sequence_on_several_devices(kind, packed, sizes):
+    """Over dp, cp and tp, whose devices may be more than groups: the numbers of one device, with segments that end
+    within, between and behind devices; one scan, on a mesh of Auto axes of a device's own rows and heads."""
     module, x, weights = mamba(), data(B, 16, H), data(B, 16, H, seed=2)
     params = drawn(module, x)
     ids = np.array([[1] * 5 + [2] * 3 + [3] * 8, [1] * 2 + [2] * 13 + [4]], np.int32)
@@ -239,18 +241,23 @@ def test_a_sequence_on_several_devices(kind, packed):
         return y, *vjp(weights.astype(y.dtype))
 
     want = jax.jit(run)(params, x)
-    types = (AxisType.Explicit,) * 2 if kind == "explicit" else (AxisType.Auto,) * 2
-    mesh = jax.make_mesh((4, 2), ("cp", "tp"), axis_types=types)
-    with jax.set_mesh(mesh), global_shard_guard(MeshResource(cp_resource="cp", tp_resource="tp")):
+    types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 3
+    mesh = jax.make_mesh(sizes, ("dp", "cp", "tp"), axis_types=types)
+    resource = MeshResource(dp_resource="dp", cp_resource="cp", tp_resource="tp")
+    with jax.set_mesh(mesh), global_shard_guard(resource):
         with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
-            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(None, "cp")))
             whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
+            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, cut))
             shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
             run = partial(run, apply=shards) if kind == "manual" else run
             jaxpr = jax.make_jaxpr(run)(params, placed).jaxpr
             got = jax.jit(run)(params, placed)
     names = [eqn.primitive.name for eqn in equations(jaxpr)]
     assert "ppermute" in names and names.count("te_ssd_fwd") == names.count("te_ssd_bwd") == 1
+    if kind == "auto":
+        (scan,) = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "te_ssd_fwd")
+        dp, cp, tp = sizes
+        assert scan.invars[0].aval.shape == (B // dp, 16 // cp, N // tp, P)
     close(got, want)
 
 
