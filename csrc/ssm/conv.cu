@@ -121,94 +121,113 @@ struct ConvGradients {
 // The gradient to the sum at each token goes to the inputs that it is made of; a thread makes those of its
 // tokens, and so computes again the sums of the next kPast.
 template <typename T>
-__global__ void __launch_bounds__(kColumns* kBands)
-    te_causal_conv1d_bwd(const ConvArgs a, const ConvGradients<T> of) {
-  __shared__ float parts[kBands][kMost + 1][kColumns * kChannels];
-  const Conv<T> conv(a);
+struct Backward {
+  const ConvArgs& a;
+  const ConvGradients<T>& of;
+  const Conv<T> conv;
+  Vec<T, kChannels> inputs[kMost] = {};
+  int runs[kMost] = {};
+  float sums[kMost][kChannels] = {};  // gradients to the last sums
   float dkernel[kMost][kChannels] = {}, dbias[kChannels] = {};
-  if (conv.IsInside()) {
-    Vec<T, kChannels> inputs[kMost] = {};
-    int runs[kMost] = {};
-    float sums[kMost][kChannels] = {};  // gradients to the last sums
+
+  __device__ __forceinline__ void Run() {
 #pragma unroll
     for (int before = kPast; before > 0; --before) {
       Shift(inputs, conv.Input(of.x, of.initial, conv.first - before));
       Shift(runs, conv.Run(conv.first - before));
     }
-    const int end = min(conv.first + kTokens, a.s);
+    const int end = min(conv.first + kTokens, a.s), last_run = conv.Run(a.s - 1);
     // The inputs before the row are the first thread's.
     const int begin = conv.first == 0 ? 1 - a.width : conv.first;
-    const int last_run = conv.Run(a.s - 1);
 #pragma unroll 4
     for (int token = conv.first; token < end + kPast; ++token) {
       Shift(inputs, conv.Input(of.x, of.initial, token));
       Shift(runs, token < a.s ? conv.Run(token) : -1);
-      float sum[kChannels], gradient[kChannels] = {};
-      if (token < a.s) {
-        const auto dy = Load<kChannels>(of.dy + conv.At(token));
-        conv.Sum(inputs, runs, sum);
-#pragma unroll
-        for (int i = 0; i < kChannels; ++i) {
-          const float sigmoid = 1.f / (1.f + expf(-sum[i]));
-          gradient[i] = a.silu ? dy[i] * sigmoid * (1.f + sum[i] * (1.f - sigmoid)) : dy[i];
-        }
-      }
-#pragma unroll
-      for (int i = 0; i < kPast; ++i)
-#pragma unroll
-        for (int j = 0; j < kChannels; ++j) sums[i][j] = sums[i + 1][j];
-#pragma unroll
-      for (int j = 0; j < kChannels; ++j) sums[kPast][j] = gradient[j];
-      if (token < end) {
-#pragma unroll
-        for (int i = 0; i < kChannels; ++i) dbias[i] += gradient[i];
-#pragma unroll
-        for (int tap = 0; tap < kMost; ++tap)
-          if (tap >= kMost - a.width && runs[tap] == runs[kPast])
-#pragma unroll
-            for (int i = 0; i < kChannels; ++i) dkernel[tap][i] += gradient[i] * inputs[tap][i];
-      }
-      // The input kPast tokens ago is now in all sums that it was to be in: sums[i] is of the token i behind
-      // it.
-      const int input = token - kPast;
-      if (input < begin || input >= end) continue;
-      float dx[kChannels] = {};
-#pragma unroll
-      for (int i = 0; i < kMost; ++i)
-        if (i < a.width && runs[i] == runs[0])
-#pragma unroll
-          for (int j = 0; j < kChannels; ++j) dx[j] += conv.kernel[kPast - i][j] * sums[i][j];
-      if (of.dlast && input > a.s - a.width && runs[0] == last_run) {
-        const auto dlast = Load<kChannels>(of.dlast + conv.Before(input - a.s));
-#pragma unroll
-        for (int j = 0; j < kChannels; ++j) dx[j] += dlast[j];
-      }
-      if (input >= 0)
-        Store(of.dx + conv.At(input), Round<T, kChannels>(dx));
-      else if (of.dinitial)
-        Store(of.dinitial + conv.Before(input), Round<T, kChannels>(dx));
+      Differentiate(token, token < end);
+      const int input = token - kPast;  // which is now in all sums that it was to be in
+      if (begin <= input && input < end) WriteInput(input, last_run);
     }
   }
+
+  // The sum at the token, and what it gives to the kernel, if the token is the thread's.
+  __device__ __forceinline__ void Differentiate(int token, bool is_own) {
 #pragma unroll
-  for (int i = 0; i < kChannels; ++i) {
-    const int column = threadIdx.x * kChannels + i;
+    for (int i = 0; i < kPast; ++i)
 #pragma unroll
-    for (int tap = 0; tap < kMost; ++tap) parts[threadIdx.y][tap][column] = dkernel[tap][i];
-    parts[threadIdx.y][kMost][column] = dbias[i];
+      for (int j = 0; j < kChannels; ++j) sums[i][j] = sums[i + 1][j];
+    float (&gradient)[kChannels] = sums[kPast];
+#pragma unroll
+    for (float& each : gradient) each = 0;
+    if (token >= a.s) return;
+    const auto dy = Load<kChannels>(of.dy + conv.At(token));
+    float sum[kChannels];
+    conv.Sum(inputs, runs, sum);
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const float sigmoid = 1.f / (1.f + expf(-sum[i]));
+      gradient[i] = a.silu ? dy[i] * sigmoid * (1.f + sum[i] * (1.f - sigmoid)) : dy[i];
+    }
+    if (!is_own) return;
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) dbias[i] += gradient[i];
+#pragma unroll
+    for (int tap = 0; tap < kMost; ++tap)
+      if (tap >= kMost - a.width && runs[tap] == runs[kPast])
+#pragma unroll
+        for (int i = 0; i < kChannels; ++i) dkernel[tap][i] += gradient[i] * inputs[tap][i];
   }
-  __syncthreads();
-  const int64_t part = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
-  for (int i = threadIdx.y * kColumns + threadIdx.x; i < (kMost + 1) * kColumns * kChannels;
-       i += kColumns * kBands) {
-    const int line = i / (kColumns * kChannels), column = i % (kColumns * kChannels);
-    const int channel = blockIdx.x * kColumns * kChannels + column, tap = line - (kMost - a.width);
-    if (channel >= a.c) continue;
-    float sum = 0;
+
+  // Of the oldest input; sums[i] is of the token i behind it.
+  __device__ __forceinline__ void WriteInput(int input, int last_run) const {
+    float dx[kChannels] = {};
 #pragma unroll
-    for (int band = 0; band < kBands; ++band) sum += parts[band][line][column];
-    if (line < kMost && tap >= 0) of.dkernel_parts[(part * a.width + tap) * a.c + channel] = sum;
-    if (line == kMost && of.dbias_parts) of.dbias_parts[part * a.c + channel] = sum;
+    for (int i = 0; i < kMost; ++i)
+      if (i < a.width && runs[i] == runs[0])
+#pragma unroll
+        for (int j = 0; j < kChannels; ++j) dx[j] += conv.kernel[kPast - i][j] * sums[i][j];
+    if (of.dlast && input > a.s - a.width && runs[0] == last_run) {
+      const auto dlast = Load<kChannels>(of.dlast + conv.Before(input - a.s));
+#pragma unroll
+      for (int j = 0; j < kChannels; ++j) dx[j] += dlast[j];
+    }
+    if (input >= 0)
+      Store(of.dx + conv.At(input), Round<T, kChannels>(dx));
+    else if (of.dinitial)
+      Store(of.dinitial + conv.Before(input), Round<T, kChannels>(dx));
   }
+
+  // All threads of the CTA call it.
+  __device__ __forceinline__ void LeaveParts() const {
+    __shared__ float parts[kBands][kMost + 1][kColumns * kChannels];
+#pragma unroll
+    for (int i = 0; i < kChannels; ++i) {
+      const int column = threadIdx.x * kChannels + i;
+#pragma unroll
+      for (int tap = 0; tap < kMost; ++tap) parts[threadIdx.y][tap][column] = dkernel[tap][i];
+      parts[threadIdx.y][kMost][column] = dbias[i];
+    }
+    __syncthreads();
+    const int64_t part = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
+    constexpr int kWidth = kColumns * kChannels;
+    for (int i = threadIdx.y * kColumns + threadIdx.x; i < (kMost + 1) * kWidth; i += kColumns * kBands) {
+      const int line = i / kWidth, column = i % kWidth;
+      const int channel = blockIdx.x * kWidth + column, tap = line - (kMost - a.width);
+      if (channel >= a.c) continue;
+      float sum = 0;
+#pragma unroll
+      for (int band = 0; band < kBands; ++band) sum += parts[band][line][column];
+      if (line < kMost && tap >= 0) of.dkernel_parts[(part * a.width + tap) * a.c + channel] = sum;
+      if (line == kMost && of.dbias_parts) of.dbias_parts[part * a.c + channel] = sum;
+    }
+  }
+};
+
+template <typename T>
+__global__ void __launch_bounds__(kColumns* kBands)
+    te_causal_conv1d_bwd(const ConvArgs a, const ConvGradients<T> of) {
+  Backward<T> backward{a, of, Conv<T>(a)};
+  if (backward.conv.IsInside()) backward.Run();
+  backward.LeaveParts();
 }
 
 dim3 GridOf(const ConvArgs& a, int64_t rows) {

@@ -4,6 +4,7 @@
 // once for each head, y is written once; states leave the CTA only where they are wanted.
 
 #include "base/ops.h"
+#include "ssm/operands.cuh"
 #include "ssm/scan.cuh"
 
 namespace te {
@@ -195,8 +196,10 @@ Status Run(cudaStream_t stream, const ScanArgs& a, int64_t rows) {
 }
 
 template <int kN, int kP>
-Status RunWithin(cudaStream_t stream, const ScanArgs& a, int64_t rows, int64_t shared_bytes) {
-  if (int64_t(sizeof(Shared<kN, kP, 2>)) <= shared_bytes) return Run<kN, kP, 2>(stream, a, rows);
+Status RunWithin(cudaStream_t stream, const ScanArgs& a, int64_t rows) {
+  int64_t bytes = 0;
+  TE_TRY(SharedBytes(&bytes));
+  if (int64_t(sizeof(Shared<kN, kP, 2>)) <= bytes) return Run<kN, kP, 2>(stream, a, rows);
   return Run<kN, kP, 1>(stream, a, rows);
 }
 
@@ -207,64 +210,28 @@ Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg
                     Arg runs, Arg initial, Ret y, Ret last, Ret states, bool softplus, double least,
                     double most, int64_t shared) {
   constexpr const char* kOp = "te_ssd_fwd";
-  TE_TRY(ExpectRank(kOp, "x", x, 4, true));
-  TE_TRY(ExpectRank(kOp, "B", B, 4, true));
-  const Axes all(x), tokens = all.First(2), of_groups(B);
-  const int64_t rows = all[0], s = all[1], h = all[2], p = all[3], g = of_groups[2], n = of_groups[3];
-  const Axes state = Axes{rows, h, p, n};
-  TE_TRY(
-      Expect(kOp, {{"x", x, BF16, all},
-                   {"dt", dt, Types(BF16) | F32, all.First(3)},
-                   {"A", A, F32, {h}},
-                   {"B", B, BF16, tokens + Axes{g, n}},
-                   {"C", C, BF16, tokens + Axes{g, n}},
-                   {"D", D, F32, {h, Axes(D).last()}, kOptional},
-                   {"z", z, BF16, all, kOptional},
-                   {"dt_bias", dt_bias, F32, {h}, kOptional},
-                   {"segments", runs, S32, tokens, kOptional},
-                   {"initial", initial, F32, state, kOptional},
-                   {"y", y, BF16, all},
-                   {"final", last, F32, state, kOptional},
-                   {"states", states, F32, Axes{rows, CeilDiv(s, ssm::kKept)} + state.From(1), kOptional}}));
+  ssm::ScanCall call;
+  TE_TRY(ssm::ExpectScan({kOp, x, dt, A, B, C, dt_bias, runs, softplus, least, most, shared, 256}, &call));
   const int64_t channels = Present(D) ? Axes(D).last() : 1;
-  TE_CHECK(g >= 1 && h % g == 0 && shared == (g == 1 ? 1 : h / g), "%s: x is %s, B %s, shared %ld", kOp,
-           x.shape().c_str(), B.shape().c_str(), long(shared));
-  TE_CHECK(channels == 1 || channels == p, "%s: D is %s, x %s", kOp, D.shape().c_str(), x.shape().c_str());
-  TE_CHECK(p % 8 == 0 && n % 8 == 0 && n >= 8 && n <= 256,
-           "%s: x is %s, B %s; pass multiples of 8, up to 256 states", kOp, x.shape().c_str(),
-           B.shape().c_str());
-  TE_CHECK(s <= INT32_MAX - ssm::kChunk && h * p * n <= INT32_MAX && rows <= 65535 && p <= 65535,
-           "%s: x is %s, too large for one call", kOp, x.shape().c_str());
-  if (rows * h * p == 0) return {};
-  int64_t shared_bytes = 0;
-  TE_TRY(ssm::SharedBytes(&shared_bytes));
-  const ssm::StepArgs steps{dt.data,
-                            Data<const float>(A),
-                            Data<const float>(dt_bias),
-                            Data<const int>(runs),
-                            int(s),
-                            int(h),
-                            dt.type == BF16,
-                            softplus,
-                            float(least),
-                            float(most)};
-  const ssm::ScanArgs args{steps,
-                           Data<const ssm::Bf16>(x),
-                           Data<const ssm::Bf16>(B),
-                           Data<const ssm::Bf16>(C),
-                           Data<const ssm::Bf16>(z),
-                           Data<const float>(D),
-                           Data<const float>(initial),
-                           Data<ssm::Bf16>(y),
-                           Data<float>(last),
-                           Data<float>(states),
-                           int(g),
-                           int(p),
-                           int(n),
-                           int(channels)};
-  if (n <= 64) return ssm::RunWithin<64, 64>(stream, args, rows, shared_bytes);
-  if (n <= 128) return ssm::RunWithin<128, 64>(stream, args, rows, shared_bytes);
-  return ssm::RunWithin<256, 32>(stream, args, rows, shared_bytes);
+  TE_TRY(Expect(kOp, {{"D", D, F32, {call.h, channels}, kOptional},
+                      {"z", z, BF16, call.all, kOptional},
+                      {"initial", initial, F32, call.state, kOptional},
+                      {"y", y, BF16, call.all},
+                      {"final", last, F32, call.state, kOptional},
+                      {"states", states, F32, call.kept, kOptional}}));
+  TE_CHECK(channels == 1 || channels == call.p, "%s: D is %s, x %s", kOp, D.shape().c_str(),
+           x.shape().c_str());
+  if (call.rows * call.h * call.p == 0) return {};
+  using ssm::Bf16;
+  ssm::ScanArgs args{};
+  args.steps = call.steps;
+  args.x = Data<const Bf16>(x), args.B = Data<const Bf16>(B), args.C = Data<const Bf16>(C);
+  args.z = Data<const Bf16>(z), args.D = Data<const float>(D), args.initial = Data<const float>(initial);
+  args.y = Data<Bf16>(y), args.last = Data<float>(last), args.states = Data<float>(states);
+  args.g = int(call.g), args.p = int(call.p), args.n = int(call.n), args.channels = int(channels);
+  if (call.n <= 64) return ssm::RunWithin<64, 64>(stream, args, call.rows);
+  if (call.n <= 128) return ssm::RunWithin<128, 64>(stream, args, call.rows);
+  return ssm::RunWithin<256, 32>(stream, args, call.rows);
 }
 
 }  // namespace te

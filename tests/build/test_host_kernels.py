@@ -16,7 +16,7 @@ FILES = [str(path) for name in _NAMES.split() for path in (ROOT / "tests").glob(
 # dtype and one or two slots, the function is an argument: with bf16 all are run, else one of each number of slots.
 SELECTION = (
     "(c_api and not (gemm or norm or rms or block or gelu)) or not c_api and "
-    "(amax_alone or quantize or stacked or activation or rope or scale_update or permute or "
+    "(cuda_ssm or amax_alone or quantize or stacked or activation or rope or scale_update or permute or "
     "(router and (8-2 or experts or counts[17] or extreme_logits[))) and not (8192 or 65536 or 12288 or large) "
     "and not ((amax_alone or test_activation and (-float16 or -float32)) "
     "and not ([gelu-bfloat16 or [gelu-float or [quantize- or silu-linear))"

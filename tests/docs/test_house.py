@@ -182,7 +182,7 @@ def test_no_arrow_up():
 FLOORS_OF_CSRC = (
     {"base", "include"},
     {"quantize"},
-    {"activation", "attention", "gemm", "norm", "rope"},
+    {"activation", "attention", "gemm", "norm", "rope", "ssm"},
     {"experts"},
     {"interface"},
 )

@@ -37,6 +37,8 @@ SOURCES = (
     "conv",
     "scan",
     "scan_bwd",
+    "scan_bwd_chunks",
+    "scan_bwd_states",
     "finish",
 )  # no tensor cores, no asynchronous copies
 

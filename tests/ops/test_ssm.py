@@ -203,8 +203,8 @@ def test_what_is_not_finite_stays_in_its_chunk(rng):
     found = run(jax.tree.map(lambda *rows: np.stack(rows), *spoiled))
     for name, rows in jax.tree.map(np.asarray, found).items():
         assert not np.isfinite(rows[1:, ids == 1]).all() and np.isfinite(rows[0]).all()
-        for row in rows[1:, elsewhere]:
-            np.testing.assert_array_equal(row, rows[0, elsewhere], name)
+        for spoiled_row in rows[1:, elsewhere]:
+            np.testing.assert_array_equal(spoiled_row, rows[0, elsewhere], name)
 
 
 def test_what_the_backward_pass_keeps():

@@ -13,7 +13,7 @@ from te_jax.core.op import Op
 from te_jax.core.types import align, like
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.quantize import activation
-from te_jax.ops.ssm.runs import rows_of, runs_of
+from te_jax.ops.ssm.runs import runs_and_rows, runs_of
 
 WIDTHS = (2, 3, 4)
 ACTIVATION = one_of("silu") | NONE
@@ -55,7 +55,7 @@ def _bwd_reference(dy, dfinal, x, kernel, bias, segments, initial, **attrs):
 _TOKENS_PER_CTA = 128  # of csrc/ssm/conv.cu
 
 
-def _has_kernel(x, kernel, bias, *others):
+def _has_conv_kernel(x, kernel, bias, *others):
     """Whether the kernels take such operands. others: as x, or None."""
     sizes_known = all(isinstance(size, int) for size in x.shape)
     of_types = all(a is None or a.dtype == jnp.float32 for a in (kernel, bias)) and all(
@@ -65,22 +65,22 @@ def _has_kernel(x, kernel, bias, *others):
 
 
 def _cuda(call, x, kernel, bias, segments, initial, **attrs):
-    if not _has_kernel(x, kernel, bias, initial):
+    if not _has_conv_kernel(x, kernel, bias, initial):
         return _reference(x, kernel, bias, segments, initial, **attrs)
-    runs, flat, initial = rows_of(x.ndim - 2, segments, x, initial)
+    runs, flat, initial = runs_and_rows(x.ndim - 2, segments, x, initial)
     return [a.reshape(*x.shape[:-2], *a.shape[1:]) for a in call(flat, kernel, bias, runs, initial, **attrs)]
 
 
-def _bwd_cuda(call, dy, dfinal, x, kernel, bias, segments, initial, **attrs):
-    if not _has_kernel(x, kernel, bias, initial, dy, dfinal):
+def _conv_bwd_cuda(call, dy, dfinal, x, kernel, bias, segments, initial, **attrs):
+    if not _has_conv_kernel(x, kernel, bias, initial, dy, dfinal):
         return _bwd_reference(dy, dfinal, x, kernel, bias, segments, initial, **attrs)
-    runs, dy, dfinal, flat, initial = rows_of(x.ndim - 2, segments, dy, dfinal, x, initial)
+    runs, dy, dfinal, flat, initial = runs_and_rows(x.ndim - 2, segments, dy, dfinal, x, initial)
     dx, dkernel, *rest = call(dy, dfinal, flat, kernel, bias, runs, initial, **attrs)
     of_rows = lambda a: a.reshape(*x.shape[:-2], *a.shape[1:])
     return [of_rows(dx), dkernel, *(a if a.ndim == 1 else of_rows(a) for a in rest)]
 
 
-def _parts(dy, *_, **attrs):
+def _parts_of_conv(dy, *_, **attrs):
     """Partials of what is summed over tokens."""
     return (dy[0] * max_dim(1, ceil_div(dy[1], _TOKENS_PER_CTA)),)
 
@@ -109,8 +109,8 @@ conv_bwd: Op = Op(
     dtypes=lambda dy, dfinal, x, kernel, bias, segments, initial, **attrs: (x, kernel, bias, initial),
     reference=_bwd_reference,
     sizes=_OF_WIDTH,
-    partials={"dkernel": _parts, "dbias": _parts},
-    cuda=_bwd_cuda,
+    partials={"dkernel": _parts_of_conv, "dbias": _parts_of_conv},
+    cuda=_conv_bwd_cuda,
 )
 """The backward pass of te_causal_conv1d_fwd, of its operands: results of their types, sums in f32."""
 
@@ -134,8 +134,9 @@ def causal_conv1d(
     initial_state: [b..., w-1, c], the inputs before the first token, which belong to its segment; None: zeros
 
     Returns y as x, computed in f32; with return_final_state (y, final_state [b..., w-1, c] of x's type): the last w - 1
-    inputs, 0 where they are not of the last token's segment. Differentiable in all floating arguments. Raises
-    ValueError for wrong shapes or activation, TypeError for dtypes.
+    inputs, 0 where they are not of the last token's segment. Differentiable in all floating arguments. On a GPU a kernel
+    computes it where c is a multiple of 8, else plain JAX. Raises ValueError for wrong shapes or activation, TypeError
+    for dtypes.
     """
     name = "causal_conv1d"
     x, kernel, bias, segments, initial_state = as_jax(x, kernel, bias, segments, initial_state)

@@ -20,7 +20,7 @@ def one_batch(a: Any, lead: int) -> Any:
     return None if a is None else a.reshape(math.prod(a.shape[:lead]), *a.shape[lead:])
 
 
-def rows_of(lead: int, segments: jax.Array | None, *arrays: jax.Array | None) -> list[Any]:
+def runs_and_rows(lead: int, segments: jax.Array | None, *arrays: jax.Array | None) -> list[Any]:
     """The runs of segments, or None, and the arrays, all with one batch axis for the first `lead`."""
     runs = None if segments is None else runs_of(one_batch(segments, lead))
     return [runs, *(one_batch(a, lead) for a in arrays)]

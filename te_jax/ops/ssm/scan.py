@@ -16,13 +16,14 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
+from te_jax.ops.formats import ceil_div
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm.conv import check_shape
-from te_jax.ops.ssm.runs import one_batch, rows_of, runs_of
+from te_jax.ops.ssm.runs import one_batch, runs_and_rows, runs_of
 
 KEPT = 512
 """Tokens: how often the state is kept for the backward pass."""
-_CHUNK = 128  # tokens of a chunk of the reference
+_PLAIN_CHUNK = 128  # tokens of a chunk of the reference
 
 
 class _Chunk(NamedTuple):
@@ -128,7 +129,7 @@ def _to_chunks(a, s):
     """[b, s, ...] -> [c, b, l, ...]: chunks, the last one filled up with zeros. None stays."""
     if a is None:
         return None
-    length = max(1, min(s, _CHUNK))
+    length = max(1, min(s, _PLAIN_CHUNK))
     a = jnp.pad(a, [(0, 0), (0, -s % length)] + [(0, 0)] * (a.ndim - 2))
     return jnp.moveaxis(a.reshape(a.shape[0], -1, length, *a.shape[2:]), 1, 0)
 
@@ -144,7 +145,7 @@ def _runs_of_chunks(segments, s):
         return None
     runs = runs_of(segments)
     before = jnp.pad(runs, [(0, 0), (1, 0)])[:, : max(s, 1)]
-    length = max(1, min(s, _CHUNK))
+    length = max(1, min(s, _PLAIN_CHUNK))
     own = jnp.pad(runs, [(0, 0), (0, -s % length)], mode="edge") if s else runs
     return _Runs(_to_chunks(own, own.shape[1]), jnp.moveaxis(before[:, ::length], 1, 0)[: -(-s // length)])
 
@@ -174,7 +175,7 @@ def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, le
     state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else one_batch(initial.astype(wide), lead)
 
     final, (y, states) = _scan(call, align(state, x)[0])
-    y, states = _tokens_of(y, s).reshape(x.shape), states[:: KEPT // _CHUNK]
+    y, states = _tokens_of(y, s).reshape(x.shape), states[:: KEPT // _PLAIN_CHUNK]
     return y, final.reshape(*batch, *final.shape[1:]), jnp.moveaxis(states, 0, 1).reshape(*batch, -1, h, p, n)
 
 
@@ -219,74 +220,62 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
 
 # -- CUDA -------------------------------------------------------------------------------------------------------
 
-
-def _has_kernel(most_states, x, B, C, *others):
-    """Whether the kernels take such operands. others: as they are computed with, f32, or None."""
-    sizes_known = all(isinstance(size, int) for a in (x, B) for size in a.shape)
-    of_types = {a.dtype for a in (x, B, C)} == {jnp.dtype(jnp.bfloat16)} and all(
-        a is None or a.dtype == jnp.float32 for a in others
-    )
-    p, n = x.shape[-1], B.shape[-1]
-    return sizes_known and of_types and p % 8 == 0 and n % 8 == 0 and 8 <= n <= most_states
-
-
-def _cuda(call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
-    if dt.dtype != x.dtype:
-        dt = dt.astype(jnp.float32)
-    if z is not None and z.dtype != x.dtype or not _has_kernel(256, x, B, C, A, D, dt_bias, initial):
-        return _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
-    lead = x.ndim - 3
-    runs, *flat = rows_of(lead, segments, x, dt, B, C, z, initial)
-    x1, dt, B, C, z, initial = flat
-    y, *states = call(x1, dt, A, B, C, D, z, dt_bias, runs, initial, **attrs)
-    return [y.reshape(x.shape), *(a.reshape(*x.shape[:lead], *a.shape[1:]) for a in states)]
-
-
+_TILE = 64  # tokens of a chunk of the kernels
 _SLAB_BYTES = 48 << 20  # of the states of a slab's chunks, which so stay in L2
 _CTAS = 264  # two for each multiprocessor of an H100
 
 
+def _has_scan_kernel(most_states, x, B, C, *others):
+    """Whether the kernels take such operands. others: what they compute with in f32, or None."""
+    sizes_known = all(isinstance(size, int) for a in (x, B) for size in a.shape)
+    in_bf16 = all(a.dtype == jnp.bfloat16 for a in (x, B, C))
+    in_f32 = all(a is None or a.dtype == jnp.float32 for a in others)
+    p, n = x.shape[-1], B.shape[-1]
+    return sizes_known and in_bf16 and in_f32 and p % 8 == 0 and n % 8 == 0 and 8 <= n <= most_states
+
+
+def _cuda(call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
+    gates = z is None or z.dtype == x.dtype
+    if not gates or not _has_scan_kernel(256, x, B, C, A, D, dt_bias, initial):
+        return _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
+    dt = dt if dt.dtype == x.dtype else dt.astype(jnp.float32)
+    runs, x1, dt, B, C, z, initial = runs_and_rows(x.ndim - 3, segments, x, dt, B, C, z, initial)
+    results = call(x1, dt, A, B, C, D, z, dt_bias, runs, initial, **attrs)
+    return [a.reshape(*x.shape[:-3], *a.shape[1:]) for a in results]
+
+
+def _scan_bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs):
+    types_fit = dy.dtype == x.dtype and dt.dtype in (x.dtype, jnp.float32)
+    fits = types_fit and z is None and (D is None or D.shape[-1] == 1) and x.size
+    if not fits or not _has_scan_kernel(128, x, B, C, A, D, dt_bias, dfinal, states):
+        return _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs)
+    runs, dy, dfinal, x1, dt, B, C, states = runs_and_rows(x.ndim - 3, segments, dy, dfinal, x, dt, B, C, states)
+    slab = _slab(*x1.shape, B.shape[-1], B.shape[-2])
+    grads = call(dy, dfinal, x1, dt, A, B, C, D, None, dt_bias, runs, states, **attrs, **slab)
+    return [a if a.ndim <= 2 else a.reshape(*x.shape[:-3], *a.shape[1:]) for a in grads]
+
+
 def _slab(rows, s, h, p, n, g):
-    """How the backward pass cuts a call: rows and tokens of a slab, heads of a CTA (csrc/ssm/scan_bwd.cu)."""
-    blocks = -(-s // KEPT)
-    of_block = KEPT // _CUDA_CHUNK * h * p * n * 4
-    at_once = max(1, _SLAB_BYTES // of_block)
-    slab_rows = min(rows, max(1, at_once // max(blocks, 1)))
-    tokens = min(KEPT * min(at_once, blocks), -(-s // _CUDA_CHUNK) * _CUDA_CHUNK)
-    units = slab_rows * (tokens // _CUDA_CHUNK) * h
-    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, 16, units // _CTAS)))
-
-
-_CUDA_CHUNK = 64
+    """How csrc/ssm/scan_bwd.cu cuts a call: rows and tokens of a slab, heads of a CTA."""
+    blocks = ceil_div(s, KEPT)
+    at_once = min(64, max(1, _SLAB_BYTES // (KEPT // _TILE * h * p * n * 4)))
+    slab_rows = min(rows, 256, max(1, at_once // blocks))
+    tokens = min(KEPT * min(at_once, blocks), ceil_div(s, _TILE) * _TILE)
+    chunks = slab_rows * (tokens // _TILE) * h
+    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, 16, chunks // _CTAS)))
 
 
 def _workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
-    (rows, s, h, p), (g, n) = x.shape, B.shape[2:]
+    (rows, _, h, p), (g, n) = x.shape, B.shape[2:]
     carried = 0 if "dinitial" in outputs else rows * h * p * n * 4
-    states = 2 * slab_rows * (slab_tokens // _CUDA_CHUNK) * h * p * n * 2
-    parts = 2 * slab_rows * slab_tokens * g * -(-(h // g) // slab_heads) * n * 4
-    return sum(-(-size // 256) * 256 for size in (carried, states, parts))
+    states = 2 * slab_rows * (slab_tokens // _TILE) * h * p * n * 2
+    parts = 2 * slab_rows * slab_tokens * g * ceil_div(h // g, slab_heads) * n * 4
+    return sum(ceil_div(size, 256) * 256 for size in (carried, states, parts))
 
 
-def _parts(dy, dfinal, x, *_, **attrs):
+def _parts_of_scan(dy, dfinal, x, *_, **attrs):
     """Partials of what is summed over tokens: one for each chunk of a row."""
-    return (x[0] * -(-x[1] // _CUDA_CHUNK),)
-
-
-def _bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs):
-    if dt.dtype != x.dtype and dt.dtype != jnp.float32 or dy.dtype != x.dtype:
-        takes = False
-    else:
-        takes = z is None and (D is None or D.shape[-1] == 1)
-    if not takes or not x.size or not _has_kernel(128, x, B, C, A, D, dt_bias, dfinal, states):
-        return _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs)
-    lead = x.ndim - 3
-    runs, *flat = rows_of(lead, segments, dy, dfinal, x, dt, B, C, states)
-    dy, dfinal, x1, dt1, B1, C1, states = flat
-    attrs |= _slab(*x1.shape, B.shape[-1], B.shape[-2])
-    grads = call(dy, dfinal, x1, dt1, A, B1, C1, D, None, dt_bias, runs, states, **attrs)
-    batch = x.shape[:lead]
-    return [a if a.ndim <= 2 else a.reshape(*batch, *a.shape[1:]) for a in grads]
+    return (x[0] * ceil_div(x[1], _TILE),)
 
 
 _OF_SCAN = (
@@ -326,9 +315,9 @@ ssd_bwd: Op = Op(
     ),
     reference=_bwd_reference,
     sizes=_SHARED,
-    partials=dict.fromkeys(("dA", "dD", "ddt_bias"), _parts),
+    partials=dict.fromkeys(("dA", "dD", "ddt_bias"), _parts_of_scan),
     workspace=_workspace,
-    cuda=_bwd_cuda,
+    cuda=_scan_bwd_cuda,
 )
 """The backward pass of te_ssd_fwd, of its operands and the states that it kept: results of the operands' types, and
 dinitial in f32. What happens within a chunk is computed again."""
@@ -371,10 +360,15 @@ def ssd(
 
     Returns y as x, computed in f32; with return_final_state (y, final_state f32[b..., h, p, n]), the state behind the
     last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
-    arguments; the backward pass keeps the state before each 512 tokens. An inf or NaN of a token may reach all
-    tokens of its chunk, as 0 times it in a product, and from other chunks only those of its segment; so does that of a
-    gradient. What stands between segments must be finite, as keys that attention hides. Raises ValueError for wrong
-    shapes or bounds, TypeError for dtypes.
+    arguments; the backward pass keeps the state before each 512 tokens.
+
+    On a GPU kernels compute it where x, B, C and z are bf16, and p and n multiples of 8, n at most 256; gradients where n
+    is at most 128, D [h] or None, and z None. Operands of products are then rounded to bf16, sums are f32. Everything
+    else is plain JAX there too.
+
+    An inf or NaN of a token may reach all tokens of its chunk of 128, as 0 times it in a product, and from other chunks
+    only those of its segment; so does that of a gradient. What stands between segments must be finite, as keys that
+    attention hides. Raises ValueError for wrong shapes or bounds, TypeError for dtypes.
     """
     name = "ssd"
     operands = x, dt, A, B, C, D, z, dt_bias, segments, initial_state = as_jax(
