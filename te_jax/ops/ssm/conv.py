@@ -134,9 +134,9 @@ def causal_conv1d(
     initial_state: [b..., w-1, c], the inputs before the first token, which belong to its segment; None: zeros
 
     Returns y as x, computed in f32; with return_final_state (y, final_state [b..., w-1, c] of x's type): the last w - 1
-    inputs, 0 where they are not of the last token's segment. Differentiable in all floating arguments. On a GPU a kernel
-    computes it where c is a multiple of 8, else plain JAX. Raises ValueError for wrong shapes or activation, TypeError
-    for dtypes.
+    inputs, 0 where they are not of the last token's segment. Differentiable in all floating arguments. On a GPU a
+    kernel computes it where c is a multiple of 8, else plain JAX. Raises ValueError for wrong shapes or activation,
+    TypeError for dtypes.
     """
     name = "causal_conv1d"
     x, kernel, bias, segments, initial_state = as_jax(x, kernel, bias, segments, initial_state)

@@ -362,8 +362,8 @@ def ssd(
     last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
     arguments; the backward pass keeps the state before each 512 tokens.
 
-    On a GPU kernels compute it where x, B, C and z are bf16, and p and n multiples of 8, n at most 256; gradients where n
-    is at most 128, D [h] or None, and z None. Operands of products are then rounded to bf16, sums are f32. Everything
+    On a GPU kernels compute it where x, B, C and z are bf16, and p and n multiples of 8, n at most 256; gradients where
+    n is at most 128, D [h] or None, and z None. Operands of products are then rounded to bf16, sums are f32. Everything
     else is plain JAX there too.
 
     An inf or NaN of a token may reach all tokens of its chunk of 128, as 0 times it in a product, and from other chunks
