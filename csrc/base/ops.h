@@ -101,7 +101,7 @@ Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, 
 // The state-space dual. x bf16 [b, s, h, p], dt bf16 or f32 [b, s, h], A f32 [h], B, C bf16 [b, s, g, n], D?
 // f32 [h, 1 or p], z? as x, dt_bias? f32 [h], runs? i32 [b, s], a number for each run of tokens that belong
 // together, initial? f32 [b, h, p, n] -> y as x, last? f32 [b, h, p, n], states? f32 [b, ceil(s / 512), h, p,
-// n]: before each 512 tokens. shared: h / g, or 1 where g is 1. p and n are multiples of 8, n at most 256.
+// n]: before each 512 tokens. shared: h / g, or 1 if g is. p and n are multiples of 8, n at most 256.
 Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z, Arg dt_bias,
                     Arg runs, Arg initial, Ret y, Ret last, Ret states, bool softplus, double least,
                     double most, int64_t shared);

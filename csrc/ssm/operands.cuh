@@ -11,7 +11,7 @@ struct ScanOperands {
   Tensor x, dt, A, B, C, dt_bias, runs;
   bool softplus;
   double least, most;
-  int64_t shared;       // heads of a group, or 1 where there is one group
+  int64_t shared;       // heads of a group, or 1 where one group is for all heads, wherever these are
   int64_t most_states;  // that the op has kernels for
 };
 
@@ -37,8 +37,8 @@ inline Status ExpectScan(const ScanOperands& of, ScanCall* call) {
                         {"dt_bias", of.dt_bias, F32, {h}, kOptional},
                         {"segments", of.runs, S32, all.First(2), kOptional}}));
   const std::string x = of.x.shape(), B = of.B.shape();
-  TE_CHECK(g >= 1 && h % g == 0 && of.shared == (g == 1 ? 1 : h / g), "%s: x is %s, B %s, shared %ld", of.op,
-           x.c_str(), B.c_str(), long(of.shared));
+  TE_CHECK(g >= 1 && h % g == 0 && (of.shared == h / g || (g == 1 && of.shared == 1)),
+           "%s: x is %s, B %s, shared %ld", of.op, x.c_str(), B.c_str(), long(of.shared));
   TE_CHECK(p % 8 == 0 && n % 8 == 0 && n >= 8 && n <= of.most_states,
            "%s: x is %s, B %s; pass multiples of 8, up to %ld states", of.op, x.c_str(), B.c_str(),
            long(of.most_states));

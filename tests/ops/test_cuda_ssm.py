@@ -47,6 +47,21 @@ def test_scan_in_little_shared_memory(rng, request, s, h, g, p, n, of_dt, absent
     check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
 
 
+def test_the_one_group_of_a_device(rng):
+    """Of several groups a device may have one, with the heads that share it; of one group all heads have it."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal((2, 70, *shape)), jnp.bfloat16)
+    x, dt, B, C, dy = draw(4, 16), draw(4), draw(1, 16), draw(1, 16), draw(4, 16)
+    A, outputs = -jnp.ones(4), ("dx", "ddt", "dA", "dB", "dC")
+
+    def run(shared):
+        attrs = dict(softplus=True, least=0.0, most=4.0, shared=shared)
+        y, states = scan.ssd_fwd(x, dt, A, B, C, *(None,) * 5, outputs=("y", "states"), **attrs)
+        operands = (x, dt, A, B, C, *(None,) * 4, states)
+        return y, *scan.ssd_bwd(dy, None, *operands, outputs=outputs, **attrs)
+
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: run(1))(), jax.jit(lambda: run(4))())
+
+
 @pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", WIDE)
 def test_scan_forward(rng, s, h, g, p, n, of_dt, absent):
     """More states, and a gate, of which XLA computes the gradients."""
