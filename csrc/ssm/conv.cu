@@ -294,7 +294,7 @@ Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, 
             {"dfinal", dlast, x.type, shapes.state, kOptional},
             {"dx", dx, x.type, shapes.all},
             {"dkernel", dkernel, F32, shapes.of_kernel},
-            {"dbias", dbias, F32, shapes.channels, AbsentIf(!Present(bias))},
+            {"dbias", dbias, F32, shapes.channels, Present(bias) ? kRequired : kAbsent},
             {"dinitial", dinitial, x.type, shapes.state, kOptional},
             {"dkernel_partials", dkernel_partials, F32, parts + shapes.of_kernel},
             {"dbias_partials", dbias_partials, F32, parts + shapes.channels, RequiredIf(Present(dbias))}}));

@@ -50,9 +50,7 @@ Status Divide(const Tensor& workspace, const Tensor& dinitial, int64_t rows, Gra
   a->before = Present(dinitial) ? Data<float>(dinitial) : carried;
   a->states = reinterpret_cast<Bf16*>(take(2 * moved * 2)), a->gradients = a->states + moved;
   a->dB_parts = reinterpret_cast<float*>(take(2 * summed * 4)), a->dC_parts = a->dB_parts + summed;
-  TE_CHECK(workspace.bytes() >= used, "te_ssd_bwd: workspace is %s; pass %ld bytes",
-           workspace.shape().c_str(), long(used));
-  return {};
+  return Expect("te_ssd_bwd", {{"workspace", workspace, U8, {used}}});
 }
 
 Status ExpectSlab(const ScanCall& call, int64_t rows, int64_t tokens, int64_t heads) {
@@ -108,9 +106,9 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
                       {"dA", dA, F32, heads},
                       {"dB", dB, BF16, call.of_groups},
                       {"dC", dC, BF16, call.of_groups},
-                      {"dD", dD, F32, {call.h, 1}, AbsentIf(!Present(D))},
+                      {"dD", dD, F32, {call.h, 1}, Present(D) ? kRequired : kAbsent},
                       {"dz", dz, BF16, call.all, kAbsent},
-                      {"ddt_bias", ddt_bias, F32, heads, AbsentIf(!Present(dt_bias))},
+                      {"ddt_bias", ddt_bias, F32, heads, Present(dt_bias) ? kRequired : kAbsent},
                       {"dinitial", dinitial, F32, call.state, kOptional},
                       {"dA_partials", dA_partials, F32, parts},
                       {"dD_partials", dD_partials, F32, parts + Axes{1}, RequiredIf(Present(dD))},

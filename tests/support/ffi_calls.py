@@ -208,7 +208,7 @@ def refused(error: str, target: str) -> bool:
 
 def survey(target: str, name: str, outcomes=lambda calls, name: [outcome(call, name) for call in calls]) -> dict:
     """Makes all wrong calls of a target, as `name`, and one right call before and after them."""
-    case = next(case for case in KERNELS if case.op == target)
+    case = next(case for case in CALLS if case.op == target)
     whats, wrong = zip(*wrong_calls(target))
     first, *errors, last = outcomes([recorded(case), *wrong, recorded(case)], name)
     said = [f"{what}: {e[:200] or 'success'}" for what, e in zip(whats, errors, strict=True) if not refused(e, target)]
