@@ -268,3 +268,5 @@ template <typename A, typename B>
 auto max(A a, B b) {
   return a > b ? std::common_type_t<A, B>(a) : std::common_type_t<A, B>(b);
 }
+
+#include "tensor_cores.h"
