@@ -118,8 +118,8 @@ struct ConvGradients {
   float *dkernel_parts, *dbias_parts;  // [b ceil(s / (kBands kTokens)), width, c], [.., c] or nullptr
 };
 
-// The gradient to the sum at each token goes to the inputs that it is made of; a thread makes those of its
-// tokens, and so computes again the sums of the next kPast.
+// The gradient to the sum at each token goes to the inputs that it is made of; a thread makes the inputs'
+// gradients of its tokens, and so computes again the sums of the next kPast.
 template <typename T>
 struct Backward {
   const ConvArgs& a;
@@ -240,6 +240,17 @@ struct ConvShapes {
   int64_t rows, s, c;
 };
 
+ConvArgs ArgsOf(const ConvShapes& of, const Tensor& kernel, const Tensor& bias, const Tensor& runs,
+                int64_t width, bool silu) {
+  return {Data<const float>(kernel),
+          Data<const float>(bias),
+          Data<const int>(runs),
+          int(of.s),
+          int(of.c),
+          int(width),
+          silu};
+}
+
 Status ExpectConv(const char* op, const Tensor& x, const Tensor& kernel, const Tensor& bias,
                   const Tensor& runs, const Tensor& initial, int64_t width, ConvShapes* shapes) {
   TE_TRY(ExpectRank(op, "x", x, 3, true));
@@ -267,13 +278,7 @@ Status LaunchConvFwd(cudaStream_t stream, Arg x, Arg kernel, Arg bias, Arg runs,
   TE_TRY(ExpectConv(kOp, x, kernel, bias, runs, initial, width, &shapes));
   TE_TRY(Expect(kOp, {{"y", y, x.type, shapes.all}, {"final", last, x.type, shapes.state, kOptional}}));
   if (shapes.rows * shapes.c == 0) return {};
-  const ConvArgs args{Data<const float>(kernel),
-                      Data<const float>(bias),
-                      Data<const int>(runs),
-                      int(shapes.s),
-                      int(shapes.c),
-                      int(width),
-                      silu};
+  const ConvArgs args = ArgsOf(shapes, kernel, bias, runs, width, silu);
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
     const auto run = te_causal_conv1d_fwd<T>;
     run<<<GridOf(args, shapes.rows), dim3(kColumns, kBands), 0, stream>>>(
@@ -299,13 +304,7 @@ Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, 
             {"dkernel_partials", dkernel_partials, F32, parts + shapes.of_kernel},
             {"dbias_partials", dbias_partials, F32, parts + shapes.channels, RequiredIf(Present(dbias))}}));
   if (shapes.c == 0) return {};
-  const ConvArgs args{Data<const float>(kernel),
-                      Data<const float>(bias),
-                      Data<const int>(runs),
-                      int(shapes.s),
-                      int(shapes.c),
-                      int(width),
-                      silu};
+  const ConvArgs args = ArgsOf(shapes, kernel, bias, runs, width, silu);
   if (shapes.rows > 0)
     TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
       const ConvGradients<T> of{Data<const T>(dy),

@@ -38,7 +38,8 @@ struct State {
   }
 
   // What is left of it, `keeps` times, or nothing; and x^T B of the tokens of a chunk, each `weight(token)`
-  // times if `is_added(token)`.
+  // times if `is_added(token)`. With runs B of the others is cleared, for 0 times an inf would stay. All
+  // threads of the CTA call it.
   template <typename Weight, typename IsAdded>
   __device__ __forceinline__ void Add(bool has_runs, bool stays, float keeps, Tile<kChunk, kP>& x,
                                       Tile<kChunk, kN>& B, Weight&& weight, IsAdded&& is_added) {
