@@ -102,16 +102,18 @@ Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, 
 // f32 [h, 1 or p], z? as x, dt_bias? f32 [h], runs? i32 [b, s], a number for each run of tokens that belong
 // together, initial? f32 [b, h, p, n] -> y as x, last? f32 [b, h, p, n], states? f32 [b, ceil(s / 512), h, p,
 // n]: before each 512 tokens. shared: h / g, or 1 if g is. p and n are multiples of 8, n at most 256.
+// workspace: 512 bytes for each 64 tokens of a head.
 Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z, Arg dt_bias,
-                    Arg runs, Arg initial, Ret y, Ret last, Ret states, bool softplus, double least,
-                    double most, int64_t shared);
+                    Arg runs, Arg initial, Ret y, Ret last, Ret states, Ret workspace, bool softplus,
+                    double least, double most, int64_t shared);
 
 // dy as x, dlast? as last, the rest as above, D f32 [h, 1], states that the forward pass kept -> dx as x, ddt
 // as dt, dA f32 [h], dB, dC as B, dD? f32 [h, 1], ddt_bias? f32 [h], dinitial? as initial; z and dz are
 // absent. n is at most 128. The partials are [b ceil(s / 64), ..]. In slabs of slab_rows rows and slab_tokens
 // tokens (a multiple of 512, or of 64 and s or more), with CTAs of slab_heads heads; workspace, each part a
-// multiple of 256 bytes: the state f32 [b, h, p, n] unless dinitial is there, twice bf16 [slab_rows,
-// slab_tokens / 64, h, p, n], twice f32 [slab_rows, slab_tokens, g, ceil(h / g / slab_heads), n].
+// multiple of 256 bytes: as that of the forward pass, 1552 bytes for each 64 tokens of a head of a slab, the
+// state f32 [b, h, p, n] unless dinitial is there, twice bf16 [slab_rows, slab_tokens / 64, h, p, n], twice
+// f32 [slab_rows, slab_tokens, g, ceil(h / g / slab_heads), n].
 Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z,
                     Arg dt_bias, Arg runs, Arg states, Ret dx, Ret ddt, Ret dA, Ret dB, Ret dC, Ret dD,
                     Ret dz, Ret ddt_bias, Ret dinitial, Ret workspace, Ret dA_partials, Ret dD_partials,

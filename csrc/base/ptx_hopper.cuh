@@ -42,6 +42,11 @@ __device__ __forceinline__ void ArriveAt(uint32_t barrier, unsigned rank) {
       : "memory");
 }
 
+// One arrival at a barrier of this CTA, behind what the thread did.
+__device__ __forceinline__ void Arrive(uint32_t barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
 // A word to this address in CTA `rank` of the cluster; the barrier there hears of its 4 bytes.
 __device__ __forceinline__ void StoreAt(uint32_t to, int word, uint32_t barrier, unsigned rank) {
   asm volatile(
@@ -84,6 +89,15 @@ __device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint32_t b
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
+// The same with a fourth axis, the outermost one.
+__device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z,
+                                        int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, "
+      "%6}], [%2];" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
 // The same to this address in all CTAs of the cluster whose bit of `ranks` is set; their barriers hear of it.
 __device__ __forceinline__ void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier,
                                           int x, int y, int z) {
@@ -109,6 +123,12 @@ __device__ __forceinline__ void StoreBox(const void* map, uint32_t from, int x, 
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y), "r"(z)
                : "memory");
+}
+__device__ __forceinline__ void StoreBox(const void* map, uint32_t from, int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+      "r"(from), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
 }
 __device__ __forceinline__ void CommitStores() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
 // Until what this thread stores has been read from shared memory; until it has been written, too.
@@ -169,6 +189,12 @@ __device__ __forceinline__ void Settle(float (&d)[kCount]) {
 #define TE_D8(i)                                                                              \
   "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
       "+f"(d[i + 6]), "+f"(d[i + 7])
+#define TE_NAMES32                                                         \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, " \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define TE_NAMES_TO_64                                                               \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define TE_WGMMA_N256(form, more)                                                                        \
   asm volatile(                                                                                          \
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %130, 0;\n"                                                \
@@ -222,6 +248,39 @@ __device__ __forceinline__ void MultiplyTiles(float (&d)[64], uint64_t a, uint64
   else
     TE_WGMMA_N128("k32.f32.e5m2.e4m3");
 }
+// Only for bf16.
+template <Factors kFactors, bool kLeftAcross, bool kRightAcross>
+__device__ __forceinline__ void MultiplyTiles(float (&d)[32], uint64_t a, uint64_t b, int adds) {
+  static_assert(kFactors == Factors::kBF16);
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %34, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TE_NAMES32
+      "}, %32, %33, adds, 1, 1, %35, %36;\n}"
+      : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24)
+      : "l"(a), "l"(b), "r"(adds), "n"(int(kLeftAcross)), "n"(int(kRightAcross)));
+}
+// d += A [64, 16] times B [N, 16] transposed, of bf16; a: two neighbours each of A's rows lane / 4 and + 8,
+// columns lane % 4 * 2, then 8 further. They stay as they are until the product has been waited for.
+template <bool kRightAcross>
+__device__ __forceinline__ void MultiplyRows(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %38, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TE_NAMES32
+      "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37;\n}"
+      : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kRightAcross)), "r"(1));
+}
+template <bool kRightAcross>
+__device__ __forceinline__ void MultiplyRows(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+  asm volatile(
+      "{\n.reg .pred adds;\nsetp.ne.b32 adds, %70, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TE_NAMES32 ", " TE_NAMES_TO_64
+      "}, {%64, %65, %66, %67}, %68, adds, 1, 1, %69;\n}"
+      : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24), TE_D8(32), TE_D8(40), TE_D8(48), TE_D8(56)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kRightAcross)), "r"(1));
+}
+#undef TE_NAMES_TO_64
+#undef TE_NAMES32
 #undef TE_WGMMA_N128
 #undef TE_WGMMA_N256
 #undef TE_D8

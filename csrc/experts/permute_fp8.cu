@@ -42,18 +42,26 @@ Status LaunchPermuteFp8(cudaStream_t stream, Arg x, Arg scales, Arg slots, Arg o
   return Finish(stream, arrays.totals);
 }
 
+// The result is where the operand is but where XLA fuses the call with a slice of a stack that it reads or
+// writes, whatever is said of aliases.
+static Status CopyUnlessSame(const char* op, cudaStream_t stream, const Tensor& a, const Tensor& same) {
+  TE_TRY(Expect(op, {{"same", same, a.type, Axes(a)}}));
+  if (a.data != same.data && Present(a))
+    TE_CUDA(cudaMemcpyAsync(same.data, a.data, size_t(a.bytes()), cudaMemcpyDeviceToDevice, stream));
+  return {};
+}
+
 Status LaunchAddress(cudaStream_t stream, Arg a, Ret same, Ret address) {
   const char* op = "te_address";
   TE_TRY(Expect(op, {{"address", address, U32, {2}, kOptional}}));
-  TE_CHECK(a.data == same.data, "%s: the result is not where the operand is.", op);
+  TE_TRY(CopyUnlessSame(op, stream, a, same));
   if (!Present(address)) return {};
-  te_address<<<1, 1, 0, stream>>>(a.data, Data<uint64_t>(address));
+  te_address<<<1, 1, 0, stream>>>(same.data, Data<uint64_t>(address));
   TE_LAUNCHED();
 }
 
-Status LaunchKeep(cudaStream_t, Arg y, Arg, Arg, Ret same) {
-  TE_CHECK(y.data == same.data, "te_keep: the result is not where the operand is.");
-  return {};
+Status LaunchKeep(cudaStream_t stream, Arg y, Arg, Arg, Ret same) {
+  return CopyUnlessSame("te_keep", stream, y, same);
 }
 
 }  // namespace te

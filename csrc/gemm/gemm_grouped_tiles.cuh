@@ -1,8 +1,8 @@
 // What a CTA of a grouped product has in shared memory, and the tiles that it computes.
 #pragma once
 
+#include "base/hopper_tiles.cuh"
 #include "base/ops.h"
-#include "base/ptx_hopper.cuh"
 #include "gemm/gemm_grouped.h"
 #include "gemm/gemm_grouped_scheduler.cuh"
 
@@ -17,25 +17,10 @@ struct Plan {
 
 constexpr int kWarps = 8, kConsumers = 32 * kWarps, kThreads = kConsumers + 128;
 constexpr int kStages = 4;
-constexpr unsigned kRowBytes = 128;  // of a box, which tensor maps bring with the swizzle of 128 bytes
-constexpr unsigned kBoxBytes =
-    64 * kRowBytes;  // of 64 rows: half of the left tile, or 64 numbers across 64 k
 constexpr unsigned kLeftBytes = kTileRows * kRowBytes, kRightBytes = kTileColumns * kRowBytes;
 constexpr unsigned kStageBytes = kLeftBytes + kRightBytes;
 constexpr unsigned kPieceBytes = kPieceRows * kRowBytes;  // that a warp writes at a time
 constexpr int kBlock = 128;                               // of scales
-
-// Where products find a tile, or what of it begins at some k, `bytes` behind a multiple of 1024. Along k it
-// has rows of 128 bytes of k. Across k it has boxes, of which a row is one k. 8 rows are 1024 bytes in both.
-template <bool kAcross>
-TE_ANYWHERE uint64_t TileDescriptor(uint32_t address) {
-  constexpr uint64_t kSwizzled = 1, kEightRows = 1024, kNextBox = kAcross ? kBoxBytes : 0;
-  return kSwizzled << 62 | kEightRows >> 4 << 32 | kNextBox >> 4 << 16 | (address & 0x3ffff) >> 4;
-}
-// From the descriptor of some k to the descriptor of the next 32 bytes of k, or of the next 16 rows across
-// it.
-template <bool kAcross>
-constexpr uint64_t kNextProduct = (kAcross ? 16 * kRowBytes : 32) >> 4;
 
 struct Shared {
   alignas(1024) uint8_t stages[kStages][kStageBytes];
@@ -48,10 +33,6 @@ struct Shared {
   int first[kMostExperts + 1];   // items before each expert in `order`, and all
   uint16_t order[kMostExperts];  // the experts, those with the longest sums first in wgrad
 };
-
-__device__ __forceinline__ uint32_t AddressOf(const void* shared) {
-  return uint32_t(__cvta_generic_to_shared(shared));
-}
 
 __device__ __forceinline__ Group GroupOf(const Problem& p, const Shared& s, int expert) {
   return GroupOf(s.offsets[expert], s.offsets[expert + 1], s.counts[expert], p.wgrad ? p.k : p.rows);

@@ -65,9 +65,9 @@ struct Writer {
     return p.result == BF16 ? Round<__nv_bfloat16>(pair).words[0] : Round<__half>(pair).words[0];
   }
 
-  // Where 16 bytes of a row of the warp's piece lie: a column of them, over the rows, lies in all banks.
+  // Where 16 bytes of a row of the warp's piece lie.
   __device__ __forceinline__ uint32_t InPiece(int row, int chunk) const {
-    return AddressOf(s.pieces[warp]) + row * 128 + ((chunk ^ row % 8) << 4);
+    return AddressOf(s.pieces[warp]) + InBox(row, chunk);
   }
 
   // Results of 16 bits, 64 columns at a time. Rows that all are tokens' are stored while the warp goes on:

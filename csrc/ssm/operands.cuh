@@ -15,6 +15,15 @@ struct ScanOperands {
   int64_t most_states;  // that the op has kernels for
 };
 
+// What the forward pass takes and makes next to the steps, as LaunchSsdFwd says.
+struct ScanArrays {
+  const Bf16 *x, *B, *C, *z;
+  const float *D, *initial;
+  Bf16* y;
+  float *last, *states;
+  int channels;  // of D
+};
+
 // Sizes and shapes.
 struct ScanCall {
   Axes all, of_groups, state, kept;  // of x, of B, of a state, of the states that are kept
@@ -55,6 +64,14 @@ inline Status ExpectScan(const ScanOperands& of, ScanCall* call) {
                  float(of.least),
                  float(of.most)};
   return {};
+}
+
+// te_ssd_fwd on Hopper, of up to 128 states and without z; steps are of all chunks.
+Status RunHopper(cudaStream_t stream, const ScanCall& call, const ScanArrays& arrays, const Steps* steps);
+
+// Bytes of the steps of all chunks.
+inline int64_t StepBytes(const ScanCall& call) {
+  return call.rows * CeilDiv(call.s, kChunk) * call.h * int64_t(sizeof(Steps));
 }
 
 }  // namespace te::ssm

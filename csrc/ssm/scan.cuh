@@ -37,36 +37,25 @@ struct State {
     });
   }
 
-  // What is left of it, `keeps` times, or nothing; and x^T B of the tokens of a chunk, each `weight(token)`
-  // times if `is_added(token)`. With runs B of the others is cleared, for 0 times an inf would stay. All
-  // threads of the CTA call it.
-  template <typename Weight, typename IsAdded>
-  __device__ __forceinline__ void Add(bool has_runs, bool stays, float keeps, Tile<kChunk, kP>& x,
-                                      Tile<kChunk, kN>& B, Weight&& weight, IsAdded&& is_added) {
-    if (has_runs) {
-      __syncthreads();
+  // What is left of it, `keeps` times, or, with kRuns, nothing; and x^T B of the tokens of a chunk, each
+  // `weight(token)` times, with kRuns if `is_added(token)`: B of the others is cleared, for 0 times an inf
+  // would stay. All threads of the CTA call it, behind a barrier.
+  template <bool kRuns, typename Weight, typename IsAdded>
+  __device__ __forceinline__ void Add(bool stays, float keeps, Tile<kChunk, kP>& x, Tile<kChunk, kN>& B,
+                                      Weight&& weight, IsAdded&& is_added) {
+    if constexpr (kRuns) {
       B.Keep(is_added);
       __syncthreads();
     }
 #pragma unroll
     for (auto& four : of)
 #pragma unroll
-      for (float& each : four) each = stays ? each * keeps : 0.f;
+      for (float& each : four) each = !kRuns || stays ? each * keeps : 0.f;
 #pragma unroll
     for (int k = 0; k < kChunk; k += 16) {
       uint32_t a[4];
       x.TransposedA(a, k, Row());
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int token = k + 8 * half + ColumnOf(0);
-        const float low = weight(token), high = weight(token + 1);
-        const bool has_low = is_added(token), has_high = is_added(token + 1);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          const float2 both = Unpack(a[2 * half + j]);
-          a[2 * half + j] = Pack(has_low ? both.x * low : 0.f, has_high ? both.y * high : 0.f);
-        }
-      }
+      WeighTokens<kRuns>(a, k, weight, is_added);
 #pragma unroll
       for (int i = 0; i < kColumns / 16; ++i)
         Multiply2(of[2 * i], of[2 * i + 1], a, [&](auto& b) { B.B(b, k, Column() + 16 * i); });

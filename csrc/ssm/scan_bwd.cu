@@ -5,39 +5,19 @@
 // sums of their gradients; sums over heads are taken where that makes products smaller. The third adds up the
 // gradients of B and C.
 
+#include "base/device.h"
 #include "base/finish.h"
 #include "base/ops.h"
 #include "ssm/operands.cuh"
-#include "ssm/scan_bwd.cuh"
+#include "ssm/scan_bwd_ends.cuh"
 
 namespace te {
 namespace ssm {
 namespace {
 
-// Four neighbours of dB and of dC for each thread.
-__global__ void __launch_bounds__(256) te_ssd_bwd_sums(const GradArgs a) {
-  const int64_t pieces = int64_t(a.g) * a.n / 4;
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, token = i / pieces, row = blockIdx.y;
-  if (token >= a.slab.tokens || a.slab.first_token + token >= a.steps.s) return;
-  const int64_t column = i % pieces * 4, group = column / a.n;
-  const int64_t from = (((row * a.slab.tokens + token) * a.g + group) * a.parts) * a.n + column % a.n;
-  const int64_t to = ((a.slab.first_row + row) * a.steps.s + a.slab.first_token + token) * a.g * a.n + column;
-#pragma unroll
-  for (int which = 0; which < 2; ++which) {
-    const float* parts = (which ? a.dC_parts : a.dB_parts) + from;
-    float sums[4] = {};
-    for (int part = 0; part < a.parts; ++part) {
-      const auto four = Load<4>(parts + int64_t(part) * a.n);
-#pragma unroll
-      for (int j = 0; j < 4; ++j) sums[j] += four[j];
-    }
-    Store((which ? a.dC : a.dB) + to, Round<Bf16, 4>(sums));
-  }
-}
-
-// Divides the workspace: the state between slabs, unless that is a result, states and gradients of chunks,
-// parts.
-Status Divide(const Tensor& workspace, const Tensor& dinitial, int64_t rows, GradArgs* a) {
+// Divides the workspace: steps, what gradients to them follow from, the state between slabs, unless that is a
+// result, states and gradients of chunks, parts.
+Status Divide(const Tensor& workspace, const Tensor& dinitial, const ScanCall& call, GradArgs* a) {
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     char* part = static_cast<char*>(workspace.data) + used;
@@ -46,7 +26,9 @@ Status Divide(const Tensor& workspace, const Tensor& dinitial, int64_t rows, Gra
   };
   const int64_t state = int64_t(a->steps.h) * a->p * a->n, tokens = int64_t(a->slab.rows) * a->slab.tokens;
   const int64_t moved = tokens / kChunk * state, summed = tokens * a->g * a->parts * a->n;
-  float* carried = reinterpret_cast<float*>(take(Present(dinitial) ? 0 : rows * state * 4));
+  a->of_chunks = reinterpret_cast<Steps*>(take(StepBytes(call)));
+  a->ends = reinterpret_cast<Ends*>(take(tokens / kChunk * call.h * int64_t(sizeof(Ends))));
+  float* carried = reinterpret_cast<float*>(take(Present(dinitial) ? 0 : call.rows * state * 4));
   a->before = Present(dinitial) ? Data<float>(dinitial) : carried;
   a->states = reinterpret_cast<Bf16*>(take(2 * moved * 2)), a->gradients = a->states + moved;
   a->dB_parts = reinterpret_cast<float*>(take(2 * summed * 4)), a->dC_parts = a->dB_parts + summed;
@@ -64,22 +46,53 @@ Status ExpectSlab(const ScanCall& call, int64_t rows, int64_t tokens, int64_t he
 
 }  // namespace
 
-Status RunSums(cudaStream_t stream, const GradArgs& a) {
+Status RunEnds(cudaStream_t stream, const GradArgs& a) {
   const dim3 grid(unsigned(CeilDiv(int64_t(a.slab.tokens) * a.g * a.n / 4, 256)), a.slab.rows);
   te_ssd_bwd_sums<<<grid, 256, 0, stream>>>(a);
+  const dim3 chunks(unsigned(CeilDiv(a.steps.h, kWarps)), a.slab.tokens / kChunk, a.slab.rows);
+  const auto steps = a.steps.runs ? te_ssd_bwd_steps<true> : te_ssd_bwd_steps<false>;
+  steps<<<chunks, kThreads, 0, stream>>>(a);
   TE_LAUNCHED();
+}
+
+// Whether te_ssd_bwd has kernels of its own here.
+static Status HasHopper(const ScanCall& call, bool* has) {
+  *has = false;
+#ifdef TE_HAS_90A
+  TE_TRY(IsHopper(has));
+  *has = *has && call.p <= 64;
+#endif
+  return {};
+}
+
+static Status RunSlab(cudaStream_t stream, const GradArgs& a, HopperGradArgs* hopper) {
+  if (!hopper) {
+    TE_TRY(RunStates(stream, a));
+    TE_TRY(RunChunks(stream, a));
+  }
+#ifdef TE_HAS_90A
+  if (hopper) {
+    hopper->a = a;
+    TE_TRY(RunOnHopper(stream, *hopper));
+  }
+#endif
+  return RunEnds(stream, a);
 }
 
 static Status RunSlabs(cudaStream_t stream, const ScanCall& call, const float* dlast, GradArgs a) {
   const Slab slab = a.slab;
+  HopperGradArgs hopper{};
+  bool has_hopper = false;
+  TE_TRY(HasHopper(call, &has_hopper));
+#ifdef TE_HAS_90A
+  if (has_hopper) TE_TRY(MakeMaps(call, a, &hopper));
+#endif
   for (int64_t row = 0; row < call.rows; row += slab.rows) {
     a.after = dlast;
     for (int64_t i = CeilDiv(call.s, slab.tokens); i-- > 0; a.after = a.before) {
       a.slab.rows = int(std::min<int64_t>(slab.rows, call.rows - row));
       a.slab.first_row = int(row), a.slab.first_token = int(i * slab.tokens);
-      TE_TRY(RunStates(stream, a));
-      TE_TRY(RunChunks(stream, a));
-      TE_TRY(RunSums(stream, a));
+      TE_TRY(RunSlab(stream, a, has_hopper ? &hopper : nullptr));
     }
   }
   return {};
@@ -106,9 +119,9 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
                       {"dA", dA, F32, heads},
                       {"dB", dB, BF16, call.of_groups},
                       {"dC", dC, BF16, call.of_groups},
-                      {"dD", dD, F32, {call.h, 1}, Present(D) ? kRequired : kAbsent},
+                      {"dD", dD, F32, {call.h, 1}, AbsentIf(!Present(D))},
                       {"dz", dz, BF16, call.all, kAbsent},
-                      {"ddt_bias", ddt_bias, F32, heads, Present(dt_bias) ? kRequired : kAbsent},
+                      {"ddt_bias", ddt_bias, F32, heads, AbsentIf(!Present(dt_bias))},
                       {"dinitial", dinitial, F32, call.state, kOptional},
                       {"dA_partials", dA_partials, F32, parts},
                       {"dD_partials", dD_partials, F32, parts + Axes{1}, RequiredIf(Present(dD))},
@@ -124,7 +137,8 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
   args.bias_parts = Data<float>(ddt_bias_partials);
   args.g = int(call.g), args.p = int(call.p), args.n = int(call.n);
   args.parts = int(CeilDiv(call.h / call.g, slab_heads));
-  TE_TRY(ssm::Divide(workspace, dinitial, call.rows, &args));
+  TE_TRY(ssm::Divide(workspace, dinitial, call, &args));
+  TE_TRY(ssm::LaunchSteps(stream, call.steps, call.rows, const_cast<ssm::Steps*>(args.of_chunks)));
   TE_TRY(ssm::RunSlabs(stream, call, Data<const float>(dlast), args));
   const auto sum = [](Tensor partials, Tensor result) {
     return Ending{Reduce::kSumOfFloats, partials, result};

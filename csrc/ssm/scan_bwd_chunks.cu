@@ -6,27 +6,26 @@
 namespace te::ssm {
 namespace {
 
-constexpr int kGradWarps = 8, kGradThreads = 32 * kGradWarps;
-
-template <int kN, int kP, int kStages>
+template <int kN, int kP, int kStages, bool kRuns>
 struct GradShared {
   Tile<kChunk, kN> B, C;
   Tile<kChunk, kP> x[kStages], dy[kStages];
   Tile<kP, kN> states[kStages], gradients[kStages];
   Tile<kChunk, kChunk> scores;
   Steps steps[kStages];
-  // Of tokens, of each warp that has some of the columns, or of the rows, that are summed; see Scalars.
+  Runs<kRuns> runs;
+  // Of tokens, of each warp that has some of the columns, or of the rows, that are summed; see Ends.
   float sums_to[2][kChunk], states_to[2][kChunk], states_from[2][kChunk], sums_from[4][kChunk];
   float dots[kChunk], own[kChunk];  // of a token with itself: dy x, and times its score
-  float products[kGradWarps];
+  float products[kWarps];
 };
 
 // A chunk of the heads of a CTA. Tokens are the rows of all products; two warps share a band of them.
-template <int kN, int kP, int kStages>
+template <int kN, int kP, int kStages, bool kRuns>
 struct Gradients {
   static constexpr int kHalf = kN / 2;  // columns of a warp
   const GradArgs& a;
-  GradShared<kN, kP, kStages>& shared;
+  GradShared<kN, kP, kStages, kRuns>& shared;
   const int row, chunk, group, part;
   float dB[kHalf / 8][4] = {}, dC[kHalf / 8][4] = {};  // [kBand, kHalf]
   float scores[4][4] = {}, dscores[4][4] = {};  // [kBand, 2 * 16]: C B^T, and its gradient, of all heads
@@ -52,27 +51,18 @@ struct Gradients {
       const int head = Head(unit), first = First(unit), rows = a.steps.s - Token(), stage = unit % kStages;
       const int64_t at = a.Channels(At(), head, first), stride = int64_t(a.steps.h) * a.p;
       const int64_t state = a.States(int64_t(row) * a.slab.Chunks() + chunk, head, first);
-      shared.x[stage].template Fetch<kGradThreads>(a.x + at, stride, rows, a.p - first);
-      shared.dy[stage].template Fetch<kGradThreads>(a.dy + at, stride, rows, a.p - first);
-      shared.states[stage].template Fetch<kGradThreads>(a.states + state, a.n, a.p - first, a.n);
-      shared.gradients[stage].template Fetch<kGradThreads>(a.gradients + state, a.n, a.p - first, a.n);
+      shared.x[stage].Fetch(a.x + at, stride, rows, a.p - first);
+      shared.dy[stage].Fetch(a.dy + at, stride, rows, a.p - first);
+      shared.states[stage].Fetch(a.states + state, a.n, a.p - first, a.n);
+      shared.gradients[stage].Fetch(a.gradients + state, a.n, a.p - first, a.n);
+      shared.steps[stage].Fetch(a.StepsOf(Row(), Token(), head));
     }
     CommitPrefetch();
   }
-  __device__ __forceinline__ void SetSteps(int unit) {
-    if (WarpIndex() == unit % kGradWarps && unit < Units())
-      shared.steps[unit % kStages].Set(a.steps, Row(), Head(unit), Token());
-  }
-
-  __device__ __forceinline__ void Next(int unit) {
-    Fetch(unit);
-    SetSteps(unit);
-  }
-
   __device__ __forceinline__ void Run() {
     FetchGroup();
-    Next(0);
-    for (int i = threadIdx.x; i < kChunk * kChunk / 2; i += kGradThreads)  // what no token sees stays 0
+    Fetch(0);
+    for (int i = threadIdx.x; i < kChunk * kChunk / 2; i += kThreads)  // what no token sees stays 0
       *reinterpret_cast<uint32_t*>(shared.scores.At(i / (kChunk / 2), i % (kChunk / 2) * 2)) = 0;
     WaitForPrefetch<0>();
     __syncthreads();
@@ -86,14 +76,13 @@ struct Gradients {
     for (int unit = 0; unit < Units(); ++unit) {
       if (unit > 0) {
         WaitForPrefetch<0>();
-        __syncthreads();  // what was fetched is there for all, and scalars have been read
+        __syncthreads();  // what was fetched is there for all, and scores and sums have been read
       }
-      if (kStages > 1) Next(unit + 1);
+      if (kStages > 1) Fetch(unit + 1);
       Unit(unit);
-      if (unit % Tiles() == Tiles() - 1 && WarpIndex() == unit % kGradWarps) Scalars(unit);
       if (kStages == 1) {
         __syncthreads();
-        Next(unit + 1);
+        Fetch(unit + 1);
       }
     }
     Finish();
@@ -102,8 +91,9 @@ struct Gradients {
   __device__ __forceinline__ void FetchGroup() {
     const int64_t of_group = (At() * a.g + group) * a.n, stride = int64_t(a.g) * a.n;
     const int rows = a.steps.s - Token();
-    shared.B.template Fetch<kGradThreads>(a.B + of_group, stride, rows, a.n);
-    shared.C.template Fetch<kGradThreads>(a.C + of_group, stride, rows, a.n);
+    shared.B.Fetch(a.B + of_group, stride, rows, a.n);
+    shared.C.Fetch(a.C + of_group, stride, rows, a.n);
+    shared.runs.Set(a.steps, Row(), Token());
   }
 
   // Calls `of(i, left, right)` for the scores of the warp that some token sees.
@@ -115,42 +105,31 @@ struct Gradients {
   }
 
   __device__ __forceinline__ void Unit(int unit) {
-    const int stage = unit % kStages;
-    const bool begins = unit % Tiles() == 0;
-    Scores(unit, stage, begins);
+    const int stage = unit % kStages, tile = unit % Tiles();
+    const bool begins = tile == 0;
+    const Steps& steps = shared.steps[stage];
+    Scores(stage, begins);
     Through(stage, begins);
     float dx[kP / 16][4] = {};
     OfState(stage, dx);
-    // Two results at a time in the same registers.
-    Sides(
-        shared.dy[stage], shared.states[stage], shared.C, dC, shared.states_to, begins,
-        [&](const Steps& steps, int token) {
-          return steps.Continues(token, a.steps.runs) ? steps.Since(token) : 0.f;
-        },
-        stage);
-    Sides(
-        shared.x[stage], shared.gradients[stage], shared.B, dB, shared.states_from, begins,
-        [&](const Steps& steps, int token) {
-          return steps.IsSeen(token, Steps::kLast, a.steps.runs)
-                     ? steps.Between(token, Steps::kLast) * steps.sizes[token]
-                     : 0.f;
-        },
-        stage);
+    Sides(shared.dy[stage], shared.states[stage], shared.C, dC, shared.states_to, begins,
+          [&](int token) { return shared.runs.Continues(token) ? steps.Since(token) : 0.f; });
+    Sides(shared.x[stage], shared.gradients[stage], shared.B, dB, shared.states_from, begins, [&](int token) {
+      return shared.runs.AreOne(token, Steps::kLast) ? steps.Weight(token, Steps::kLast) : 0.f;
+    });
     __syncthreads();  // scores are there for all, and sums
+    if (tile == Tiles() - 1) WriteEnds(Head(unit));
     OfTokens(stage, dx);
     WriteTokens(unit, dx);
   }
 
   // Scores of the head, for OfTokens, and what follows from dy x^T.
-  __device__ __forceinline__ void Scores(int unit, int stage, bool begins) {
-    const Steps& steps = shared.steps[stage];
-    const bool has_runs = a.steps.runs;
+  __device__ __forceinline__ void Scores(int stage, bool begins) {
     float to[2] = {};  // sums over the warp's columns, of its two rows
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      float dots[2][4] = {};  // dy x^T
-      const bool any = From(i) <= Band();
-      if (any)
+      float dots[2][4] = {}, from[2][2] = {};  // dy x^T; sums over the warp's rows, of its columns
+      if (From(i) <= Band()) {
 #pragma unroll
         for (int k = 0; k < kP; k += 16) {
           uint32_t d[4];
@@ -158,43 +137,52 @@ struct Gradients {
           Multiply2(dots[0], dots[1], d, [&](auto& b) { shared.x[stage].TransposedB(b, From(i), k); });
         }
 #pragma unroll
-      for (int tile = 0; tile < 2; ++tile) {
-        float from[2] = {};  // sums over the warp's rows, of two columns
+        for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          float mine[2] = {};
+          for (int half = 0; half < 2; ++half)
+            Weigh(stage, i, tile, half, dots[tile], begins, to[half], from[tile]);
+      }
 #pragma unroll
-          for (int side = 0; side < 2; ++side) {
-            const int j = 2 * half + side, column = From(i) + 8 * tile + ColumnOf(j),
-                      line = Band() + RowOf(j);
-            if (!any || !steps.IsSeen(column, line, has_runs)) continue;
-            const float decay = steps.Between(column, line), dot = dots[tile][j];
-            mine[side] = scores[2 * i + tile][j] * decay;
-            dscores[2 * i + tile][j] += dot * decay * steps.sizes[column];
-            // What a token adds to itself cancels in the gradients to decays, where it would drown the rest.
-            if (column == line) {
-              Put(shared.dots[line], dot, begins);
-              Put(shared.own[line], mine[side] * dot, begins);
-              continue;
-            }
-            from[side] += mine[side] * dot;
-            to[half] += mine[side] * dot * steps.sizes[column];
-          }
-          if (any)
-            *reinterpret_cast<uint32_t*>(shared.scores.At(
-                Band() + RowOf(2 * half), From(i) + 8 * tile + ColumnOf(0))) = Pack(mine[0], mine[1]);
-        }
+      for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
-        for (float& sum : from)
+        for (int side = 0; side < 2; ++side) {
+          float sum = from[tile][side];
 #pragma unroll
           for (int by = 4; by < 32; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
-        if (Lane() < 4)
-#pragma unroll
-          for (int side = 0; side < 2; ++side)
-            Put(shared.sums_from[WarpIndex() % 4][From(i) + 8 * tile + ColumnOf(side)], from[side], begins);
-      }
+          if (Lane() < 4)
+            Put(shared.sums_from[WarpIndex() % 4][From(i) + 8 * tile + ColumnOf(side)], sum, begins);
+        }
     }
     PutRows(shared.sums_to[Side()], to, begins);
+  }
+
+  // Two neighbours of a row of scores.
+  __device__ __forceinline__ void Weigh(int stage, int i, int tile, int half, const float (&dots)[4],
+                                        bool begins, float& to, float (&from)[2]) {
+    const Steps& steps = shared.steps[stage];
+    const int line = Band() + RowOf(2 * half), first = From(i) + 8 * tile + ColumnOf(0);
+    const float2 sums = *reinterpret_cast<const float2*>(steps.sums + first);
+    const float2 sizes = *reinterpret_cast<const float2*>(steps.sizes + first);
+    const float decays[2] = {Exp2(steps.sums[line] - sums.x), Exp2(steps.sums[line] - sums.y)};
+    const bool crosses = From(i) == Band();  // the diagonal
+    float mine[2];
+#pragma unroll
+    for (int side = 0; side < 2; ++side) {
+      const int column = first + side, j = 2 * half + side;
+      const bool is_seen = (!crosses || column <= line) && shared.runs.AreOne(column, line);
+      const float decay = is_seen ? decays[side] : 0.f, size = side ? sizes.y : sizes.x, dot = dots[j];
+      mine[side] = is_seen ? scores[2 * i + tile][j] * decay : 0.f;
+      if (is_seen) dscores[2 * i + tile][j] += dot * decay * size;
+      const float product = is_seen ? mine[side] * dot : 0.f;
+      // What a token adds to itself cancels in the gradients to decays, where it would drown the rest.
+      if (crosses && column == line) {
+        Put(shared.dots[line], dot, begins);
+        Put(shared.own[line], product, begins);
+      } else {
+        from[side] += product, to += product * size;
+      }
+    }
+    *reinterpret_cast<uint32_t*>(shared.scores.At(line, first)) = Pack(mine[0], mine[1]);
   }
 
   __device__ __forceinline__ static void Put(float& place, float value, bool begins) {
@@ -214,7 +202,7 @@ struct Gradients {
     float sum = 0;
     constexpr int kPieces = kN / 8;
 #pragma unroll 4
-    for (int i = threadIdx.x; i < kP * kPieces; i += kGradThreads) {
+    for (int i = threadIdx.x; i < kP * kPieces; i += kThreads) {
       const auto one = Load<8>(shared.states[stage].At(i / kPieces, i % kPieces * 8));
       const auto other = Load<8>(shared.gradients[stage].At(i / kPieces, i % kPieces * 8));
 #pragma unroll
@@ -237,13 +225,16 @@ struct Gradients {
           shared.gradients[stage].TransposedB(words, Side() * kP / 2 + 16 * i, k);
         });
     }
+    const float sum = steps.sums[Steps::kLast];
 #pragma unroll
-    for (int j = 0; j < 4; ++j) {
-      const int token = Band() + RowOf(j);
-      const bool is_seen = steps.IsSeen(token, Steps::kLast, a.steps.runs);
-      const float left = steps.Between(token, Steps::kLast);
+    for (int half = 0; half < 2; ++half) {
+      const int token = Band() + RowOf(2 * half);
+      const bool is_seen = shared.runs.AreOne(token, Steps::kLast);
+      const float left = Exp2(sum - steps.sums[token]);
 #pragma unroll
-      for (auto& four : dx) four[j] = is_seen ? four[j] * left : 0.f;
+      for (auto& four : dx)
+#pragma unroll
+        for (int j = 2 * half; j < 2 * half + 2; ++j) four[j] = is_seen ? four[j] * left : 0.f;
     }
   }
 
@@ -252,7 +243,7 @@ struct Gradients {
   template <typename Weight>
   __device__ __forceinline__ void Sides(Tile<kChunk, kP>& tokens, Tile<kP, kN>& state,
                                         Tile<kChunk, kN>& other, float (&total)[kHalf / 8][4],
-                                        float (&sums)[2][kChunk], bool begins, Weight&& weight, int stage) {
+                                        float (&sums)[2][kChunk], bool begins, Weight&& weight) {
     float product[kHalf / 8][4] = {};
 #pragma unroll
     for (int k = 0; k < kP; k += 16) {
@@ -267,7 +258,7 @@ struct Gradients {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = Band() + RowOf(2 * half);
-      const float by = weight(shared.steps[stage], token);
+      const float by = weight(token);
 #pragma unroll
       for (int i = 0; i < kHalf / 8; ++i) {
         const float2 with =
@@ -296,93 +287,44 @@ struct Gradients {
   }
   __device__ __forceinline__ void WriteTokens(int unit, const float (&dx)[kP / 16][4]) {
     const int head = Head(unit), first = First(unit), stage = unit % kStages;
+    const int column = Side() * kP / 2 + ColumnOf(0), left = a.p - first - column;  // channels from there on
+    const float D = a.D ? a.D[head] : 0.f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int token = Band() + RowOf(2 * half);
       if (Token() + token >= a.steps.s) continue;
       const float step = shared.steps[stage].sizes[token];
+      const Bf16* dy = shared.dy[stage].At(token, column);
+      Bf16* to = a.dx + a.Channels(At() + token, head, first) + column;
 #pragma unroll
       for (int i = 0; i < kP / 16; ++i) {
-        const int channel = Side() * kP / 2 + 8 * i + ColumnOf(0);
-        if (first + channel >= a.p) continue;
+        if (8 * i >= left) continue;
         float low = dx[i][2 * half] * step, high = dx[i][2 * half + 1] * step;
         if (a.D) {
-          const float2 dy = Unpack(*reinterpret_cast<const uint32_t*>(shared.dy[stage].At(token, channel)));
-          low += a.D[head] * dy.x, high += a.D[head] * dy.y;
+          const float2 of_dy = Unpack(*reinterpret_cast<const uint32_t*>(dy + 8 * i));
+          low += D * of_dy.x, high += D * of_dy.y;
         }
-        *reinterpret_cast<uint32_t*>(a.dx + a.Channels(At() + token, head, first) + channel) =
-            Pack(low, high);
+        *reinterpret_cast<uint32_t*>(to + 8 * i) = Pack(low, high);
       }
     }
   }
 
-  // The gradients to steps, of one head, by one warp: two tokens for each lane. A step scales what its token
-  // adds, and the decay of all that goes past the token: from tokens before it, or the state, to it and later
-  // ones, or the state behind the chunk. Of two tokens that is what is summed to the later less what is
-  // summed from the earlier one.
-  __device__ __forceinline__ void Scalars(int unit) {
-    const int head = Head(unit);
-    const bool has_runs = a.steps.runs;
-    const Steps& steps = shared.steps[unit % kStages];
-    float own[2], ends[2], leaves[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * Lane() + i;
-      const float size = steps.sizes[t];
-      const float to_state =
-          steps.IsSeen(t, Steps::kLast, has_runs)
-              ? steps.Between(t, Steps::kLast) * (shared.states_from[0][t] + shared.states_from[1][t])
-              : 0.f;
-      const float to_tokens =
+  __device__ __forceinline__ void WriteEnds(int head) const {
+    Ends& to = a.ends[(int64_t(row) * a.slab.Chunks() + chunk) * a.steps.h + head];
+    const int t = threadIdx.x;
+    if (t < kChunk) {
+      to.to[t] = shared.sums_to[0][t] + shared.sums_to[1][t];
+      to.from[t] =
           shared.sums_from[0][t] + shared.sums_from[1][t] + shared.sums_from[2][t] + shared.sums_from[3][t];
-      const float of_state = steps.Continues(t, has_runs)
-                                 ? steps.Since(t) * (shared.states_to[0][t] + shared.states_to[1][t])
-                                 : 0.f;
-      own[i] = to_state + to_tokens + shared.own[t];
-      ends[i] = shared.sums_to[0][t] + shared.sums_to[1][t] + of_state - size * to_tokens;
-      leaves[i] = size * to_state;
+      to.of_state[t] = shared.states_to[0][t] + shared.states_to[1][t];
+      to.to_state[t] = shared.states_from[0][t] + shared.states_from[1][t];
+      to.own[t] = shared.own[t], to.dots[t] = shared.dots[t];
     }
-    float through = 0;
+    if (t != kChunk) return;
+    float sum = 0;
 #pragma unroll
-    for (float product : shared.products) through += product;
-    through = steps.Continues(Steps::kLast, has_runs) ? through * steps.Since(Steps::kLast) : 0.f;
-    // Of this and later tokens; of earlier ones.
-    float behind = ends[0] + ends[1], before = leaves[0] + leaves[1];
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float later = __shfl_sync(~0u, behind, min(Lane() + by, 31));
-      const float earlier = __shfl_sync(~0u, before, max(Lane() - by, 0));
-      if (Lane() + by < 32) behind += later;
-      if (Lane() >= by) before += earlier;
-    }
-    const float earlier = __shfl_sync(~0u, before, max(Lane() - 1, 0));
-    before = Lane() > 0 ? earlier : 0.f;
-    const float later = __shfl_sync(~0u, behind, min(Lane() + 1, 31));
-    const float past[2] = {behind + before + through,
-                           (Lane() < 31 ? later : 0.f) + ends[1] + before + leaves[0] + through};
-    float dA = 0, bias = 0, D = 0;
-    const float rate = a.steps.A[head];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * Lane() + i, token = Token() + t;
-      if (token >= a.steps.s) continue;
-      dA += past[i] * steps.sizes[t];
-      D += shared.dots[t];
-      const float slope = a.steps.Slope(a.steps.Given(Row(), token, head));
-      const float dt = slope == 0 ? 0.f : (own[i] + rate * past[i]) * slope;
-      bias += dt;
-      const int64_t at = (At() + t) * a.steps.h + head;
-      if (a.steps.is_bf16)
-        static_cast<Bf16*>(a.ddt)[at] = __float2bfloat16_rn(dt);
-      else
-        static_cast<float*>(a.ddt)[at] = dt;
-    }
-    dA = WarpSum(dA), bias = WarpSum(bias), D = WarpSum(D);
-    if (Lane() > 0) return;
-    const int64_t at = (Row() * ((a.steps.s + kChunk - 1) / kChunk) + Token() / kChunk) * a.steps.h + head;
-    a.dA_parts[at] = dA;
-    if (a.bias_parts) a.bias_parts[at] = bias;
-    if (a.D_parts) a.D_parts[at] = D;
+    for (float product : shared.products) sum += product;
+    *reinterpret_cast<float4*>(to.through) = make_float4(sum, 0, 0, 0);
   }
 
   // The gradients of B and C through scores, of all heads, and what there is of them.
@@ -434,31 +376,33 @@ struct Gradients {
   }
 };
 
-template <int kN, int kP, int kStages>
-__global__ void __launch_bounds__(kGradThreads) te_ssd_bwd_chunks(const GradArgs a) {
+template <int kN, int kP, int kStages, bool kRuns>
+__global__ void __launch_bounds__(kThreads) te_ssd_bwd_chunks(const GradArgs a) {
   extern __shared__ uint4 memory[];
-  auto& shared = *reinterpret_cast<GradShared<kN, kP, kStages>*>(memory);
+  auto& shared = *reinterpret_cast<GradShared<kN, kP, kStages, kRuns>*>(memory);
   const int group = blockIdx.x / a.parts, part = blockIdx.x % a.parts;
   if (a.slab.first_token + int(blockIdx.y) * kChunk >= a.steps.s) return;
-  Gradients<kN, kP, kStages>{a, shared, int(blockIdx.z), int(blockIdx.y), group, part}.Run();
+  Gradients<kN, kP, kStages, kRuns>{a, shared, int(blockIdx.z), int(blockIdx.y), group, part}.Run();
 }
 
-template <int kN, int kStages>
+template <int kN, int kStages, bool kRuns>
 Status Run(cudaStream_t stream, const GradArgs& a) {
-  const auto chunks = te_ssd_bwd_chunks<kN, 64, kStages>;
-  constexpr size_t kBytes = sizeof(GradShared<kN, 64, kStages>);
+  const auto chunks = te_ssd_bwd_chunks<kN, 64, kStages, kRuns>;
+  constexpr size_t kBytes = sizeof(GradShared<kN, 64, kStages, kRuns>);
   TE_TRY(AllowShared(chunks, kBytes));
   const dim3 grid(a.g * a.parts, a.slab.tokens / kChunk, a.slab.rows);
-  chunks<<<grid, kGradThreads, kBytes, stream>>>(a);
+  chunks<<<grid, kThreads, kBytes, stream>>>(a);
   TE_LAUNCHED();
 }
 
 template <int kN>
 Status RunWithin(cudaStream_t stream, const GradArgs& a) {
-  static_assert(sizeof(GradShared<kN, 64, 2>) <= 227 * 1024 && sizeof(GradShared<kN, 64, 1>) <= 99 * 1024);
+  constexpr int64_t kTwo = sizeof(GradShared<kN, 64, 2, true>), kOne = sizeof(GradShared<kN, 64, 1, true>);
+  static_assert(kTwo <= 227 * 1024 && kOne <= 99 * 1024);
   int64_t bytes = 0;
   TE_TRY(SharedBytes(&bytes));
-  return int64_t(sizeof(GradShared<kN, 64, 2>)) <= bytes ? Run<kN, 2>(stream, a) : Run<kN, 1>(stream, a);
+  if (kTwo <= bytes) return (a.steps.runs ? Run<kN, 2, true> : Run<kN, 2, false>)(stream, a);
+  return (a.steps.runs ? Run<kN, 1, true> : Run<kN, 1, false>)(stream, a);
 }
 
 }  // namespace

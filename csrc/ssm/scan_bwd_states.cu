@@ -6,18 +6,19 @@
 namespace te::ssm {
 namespace {
 
-template <int kN, int kP>
+template <int kN, int kP, bool kRuns>
 struct WalkShared {
   Tile<kChunk, kN> B[2];
   Tile<kChunk, kP> x[2];
   Steps steps[2];
+  Runs<kRuns> runs[2];
 };
 
 // Forward over kKept tokens with x and B, or, kBack, backward over the slab's with dy and C.
-template <int kN, int kP, bool kBack>
+template <int kN, int kP, bool kRuns, bool kBack>
 struct Walk {
   const GradArgs& a;
-  WalkShared<kN, kP>& shared;
+  WalkShared<kN, kP, kRuns>& shared;
   const int row, head, first;     // row of the slab
   const int first_chunk, chunks;  // of the slab
   State<kN, kP> state;
@@ -34,19 +35,14 @@ struct Walk {
         shared.x[i % 2].Fetch((kBack ? a.dy : a.x) + a.Channels(at, head, first), int64_t(a.steps.h) * a.p,
                               rows, a.p - first);
         shared.B[i % 2].Fetch((kBack ? a.C : a.B) + of_group, int64_t(a.g) * a.n, rows, a.n);
+        shared.steps[i % 2].Fetch(a.StepsOf(Row(), token, head));
+        shared.runs[i % 2].Set(a.steps, Row(), token);
       }
     }
     CommitPrefetch();
   }
-  __device__ __forceinline__ void SetSteps(int i) {
-    if (WarpIndex() == i % kWarps && i < chunks)
-      shared.steps[i % 2].Set(a.steps, Row(), head, a.slab.first_token + Chunk(i) * kChunk);
-  }
-
   __device__ __forceinline__ void Run(const float* from, Bf16* to) {
-    const bool has_runs = a.steps.runs;
     Fetch(0);
-    SetSteps(0);
     state.Load(from, a.p - first, a.n);
     for (int i = 0; i < chunks; ++i) {
       const int chunk = Chunk(i);
@@ -54,36 +50,29 @@ struct Walk {
       WaitForPrefetch<0>();
       __syncthreads();
       Fetch(i + 1);
-      SetSteps(i + 1);
       if (!is_there) continue;
       state.Store(to + a.States(int64_t(row) * a.slab.Chunks() + chunk, head, first), a.p - first, a.n);
       const Steps& steps = shared.steps[i % 2];
+      const Runs<kRuns>& runs = shared.runs[i % 2];
       constexpr int kLast = Steps::kLast;
-      const bool stays = steps.Continues(kLast, has_runs);
-      if constexpr (kBack)
-        state.Add(
-            has_runs, stays, steps.Since(kLast), shared.x[i % 2], shared.B[i % 2],
-            [&](int token) { return steps.Since(token); },
-            [&](int token) { return steps.Continues(token, has_runs); });
-      else
-        state.Add(
-            has_runs, stays, steps.Since(kLast), shared.x[i % 2], shared.B[i % 2],
-            [&](int token) { return steps.Between(token, kLast) * steps.sizes[token]; },
-            [&](int token) { return steps.IsSeen(token, kLast, has_runs); });
+      state.template Add<kRuns>(
+          runs.Continues(kLast), steps.Since(kLast), shared.x[i % 2], shared.B[i % 2],
+          [&](int token) { return kBack ? steps.Since(token) : steps.Weight(token, kLast); },
+          [&](int token) { return kBack ? runs.Continues(token) : runs.AreOne(token, kLast); });
     }
   }
 };
 
 // blockIdx.z: the slab's rows, backward; behind them each kKept tokens of the rows, forward.
-template <int kN, int kP>
+template <int kN, int kP, bool kRuns>
 __global__ void __launch_bounds__(kThreads) te_ssd_bwd_states(const GradArgs a) {
   extern __shared__ uint4 memory[];
-  auto& shared = *reinterpret_cast<WalkShared<kN, kP>*>(memory);
+  auto& shared = *reinterpret_cast<WalkShared<kN, kP, kRuns>*>(memory);
   const int head = blockIdx.x, first = blockIdx.y * kP, rows = a.slab.rows;
   if (int(blockIdx.z) < rows) {
     const int row = blockIdx.z;
     const int64_t at = a.States(a.slab.first_row + row, head, first);
-    Walk<kN, kP, true> walk{a, shared, row, head, first, 0, a.slab.Chunks()};
+    Walk<kN, kP, kRuns, true> walk{a, shared, row, head, first, 0, a.slab.Chunks()};
     walk.Run(a.after ? a.after + at : nullptr, a.gradients);
     walk.state.Store(a.before + at, a.p - first, a.n);
     return;
@@ -94,14 +83,14 @@ __global__ void __launch_bounds__(kThreads) te_ssd_bwd_states(const GradArgs a) 
                        a.slab.first_token / kKept + part;
   if (a.slab.first_token + part * kKept >= a.steps.s) return;
   const int chunks = min(kChunks, a.slab.Chunks() - part * kChunks);
-  Walk<kN, kP, false> walk{a, shared, row, head, first, part * kChunks, chunks};
+  Walk<kN, kP, kRuns, false> walk{a, shared, row, head, first, part * kChunks, chunks};
   walk.Run(a.kept + a.States(kept, head, first), a.states);
 }
 
-template <int kN, int kP>
+template <int kN, int kP, bool kRuns>
 Status Run(cudaStream_t stream, const GradArgs& a) {
-  const auto states = te_ssd_bwd_states<kN, kP>;
-  constexpr size_t kBytes = sizeof(WalkShared<kN, kP>);
+  const auto states = te_ssd_bwd_states<kN, kP, kRuns>;
+  constexpr size_t kBytes = sizeof(WalkShared<kN, kP, kRuns>);
   TE_TRY(AllowShared(states, kBytes));
   const unsigned walks = a.slab.rows * unsigned(1 + CeilDiv(a.slab.tokens, kKept));
   const dim3 grid(a.steps.h, unsigned(CeilDiv(a.p, kP)), walks);
@@ -112,7 +101,8 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
 }  // namespace
 
 Status RunStates(cudaStream_t stream, const GradArgs& a) {
-  return a.n <= 64 ? Run<64, 64>(stream, a) : Run<128, 64>(stream, a);
+  if (a.steps.runs) return a.n <= 64 ? Run<64, 64, true>(stream, a) : Run<128, 64, true>(stream, a);
+  return a.n <= 64 ? Run<64, 64, false>(stream, a) : Run<128, 64, false>(stream, a);
 }
 
 }  // namespace te::ssm

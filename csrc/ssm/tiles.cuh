@@ -10,10 +10,10 @@ namespace te::ssm {
 
 using Bf16 = __nv_bfloat16;
 
-constexpr int kChunk = 64;                         // tokens
-constexpr int kKept = 512;                         // tokens: how often the forward pass keeps the state
-constexpr int kWarps = 4, kThreads = 32 * kWarps;  // of a CTA that walks over a head's tokens
-constexpr int kBand = 16;                          // tokens of which a warp makes results: rows of a product
+constexpr int kChunk = 64;  // tokens
+constexpr int kKept = 512;  // tokens: how often the forward pass keeps the state
+constexpr int kWarps = 8, kThreads = 32 * kWarps;
+constexpr int kBand = 16;  // tokens of which a warp makes results: rows of a product
 
 // bf16 [kRows, kColumns]. Rows end in 16 bytes of padding: the eight rows of a matrix lie in different banks.
 template <int kRows, int kColumns>
@@ -25,14 +25,20 @@ struct Tile {
 
   // Fetches the rows at p, `stride` apart, of which `rows` are there, and of each `columns`, a multiple of 8;
   // zeros elsewhere. All threads of the CTA call it.
-  template <int kCta = kThreads>
   __device__ __forceinline__ void Fetch(const Bf16* p, int64_t stride, int rows, int columns) {
-    constexpr int kPieces = kColumns / 8;
+    constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
+    const int row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
+    p += row * stride + column, stride *= kStep;
+    if (rows >= kRows && columns >= kColumns) {
 #pragma unroll
-    for (int i = threadIdx.x; i < kRows * kPieces; i += kCta) {
-      const int row = i / kPieces, column = i % kPieces * 8;
-      const bool inside = row < rows && column < columns;
-      PrefetchOrZero16(At(row, column), inside ? p + row * stride + column : p, inside);
+      for (int i = 0; i < kRows / kStep; ++i, p += stride)
+        PrefetchOrZero16(At(row + i * kStep, column), p, true);
+      return;
+    }
+    const Bf16* somewhere = p - row * (stride / kStep) - column;
+    for (int i = row; i < kRows; i += kStep, p += stride) {
+      const bool inside = i < rows && column < columns;
+      PrefetchOrZero16(At(i, column), inside ? p : somewhere, inside);
     }
   }
 
@@ -86,6 +92,24 @@ __device__ __forceinline__ float2 Unpack(uint32_t word) {
   return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
 }
 
+// x [16, 16] of an operand whose columns are tokens from `first` on: each token's `weight(token)` times, with
+// kRuns zeros unless `is_added(token)`.
+template <bool kRuns, typename Weight, typename IsAdded>
+__device__ __forceinline__ void WeighTokens(uint32_t (&x)[4], int first, Weight&& weight,
+                                            IsAdded&& is_added) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int token = first + 8 * half + ColumnOf(0);
+    const float low = weight(token), high = weight(token + 1);
+    const bool has_low = !kRuns || is_added(token), has_high = !kRuns || is_added(token + 1);
+#pragma unroll
+    for (int i = 2 * half; i < 2 * half + 2; ++i) {
+      const float2 both = Unpack(x[i]);
+      x[i] = Pack(has_low ? both.x * low : 0.f, has_high ? both.y * high : 0.f);
+    }
+  }
+}
+
 // How the state moves from token to token.
 struct StepArgs {
   const void* dt;        // [rows, s, h], bf16 or f32
@@ -106,60 +130,58 @@ struct StepArgs {
   __device__ __forceinline__ float Unbounded(float given) const {
     return softplus ? fmaxf(given, 0) + log1pf(expf(-fabsf(given))) : given;
   }
-  __device__ __forceinline__ float Step(int64_t row, int token, int head) const {
-    const float step = Unbounded(Given(row, token, head));
+  __device__ __forceinline__ float Bounded(float given) const {
+    const float step = Unbounded(given);
     return step < least ? least : step > most ? most : step;
   }
-  // The derivative of `Step` to what is given.
+  // The derivative of `Bounded`.
   __device__ __forceinline__ float Slope(float given) const {
     const float step = Unbounded(given);
     return step < least || step > most ? 0.f : softplus ? 1.f / (1.f + expf(-given)) : 1.f;
   }
 };
 
-// Of the tokens of a chunk, and of the token before it.
+// Of the tokens of a chunk and one head; LaunchSteps makes them.
 struct Steps {
-  float sizes[kChunk];  // 0 behind the last token
-  float sums[kChunk];   // of the logarithms to base 2 of decays, up to a token
-  int runs[kChunk], before;
-
-  // One warp calls it.
-  __device__ __forceinline__ void Set(const StepArgs& a, int64_t row, int head, int first) {
-    constexpr float kLog2E = 1.44269504f;
-    // exp2 of it is 0; larger ones would push the small ones behind them out of the sum.
-    constexpr float kLeast = -160;
-    float logs[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int at = 2 * Lane() + i, token = first + at;
-      const float step = token < a.s ? a.Step(row, token, head) : 0.f;
-      const float log = token < a.s ? step * a.A[head] * kLog2E : 0.f;
-      sizes[at] = step, logs[i] = log < kLeast ? kLeast : log;
-      if (a.runs) runs[at] = a.runs[row * a.s + min(token, a.s - 1)];
-    }
-    if (a.runs && Lane() == 0) before = a.runs[row * a.s + min(max(first - 1, 0), a.s - 1)];
-    float sum = logs[0] + logs[1];
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float other = __shfl_sync(~0u, sum, max(Lane() - by, 0));
-      if (Lane() >= by) sum += other;
-    }
-    const float before_pair = __shfl_sync(~0u, sum, max(Lane() - 1, 0));
-    sums[2 * Lane()] = (Lane() > 0 ? before_pair : 0.f) + logs[0], sums[2 * Lane() + 1] = sum;
-  }
-
-  // How much of the state before the chunk is there at a token, and how much of what token `from` adds at
-  // `to`, the same or a later one; where `IsSeen` or `Continues`, or there are no runs.
   static constexpr int kLast = kChunk - 1;
+  alignas(16) float sums[kChunk];  // of the logarithms to base 2 of decays, up to a token
+  float sizes[kChunk];             // 0 behind the last token
+
+  // All threads of the CTA call it.
+  __device__ __forceinline__ void Fetch(const Steps* from) {
+    constexpr int kPieces = 2 * kChunk / 4;
+    if (threadIdx.x < kPieces)
+      PrefetchOrZero16(sums + 4 * threadIdx.x, reinterpret_cast<const float*>(from) + 4 * threadIdx.x, true);
+  }
+  // How much of the state before the chunk is there at a token, and how much of what token `from` adds at
+  // `to`, the same or a later one: where it is seen.
   __device__ __forceinline__ float Since(int to) const { return Exp2(sums[to]); }
   __device__ __forceinline__ float Between(int from, int to) const { return Exp2(sums[to] - sums[from]); }
-  __device__ __forceinline__ bool Continues(int to, bool has_runs) const {
-    return !has_runs || runs[to] == before;
-  }
-  __device__ __forceinline__ bool IsSeen(int from, int to, bool has_runs) const {
-    return from <= to && (!has_runs || runs[from] == runs[to]);
-  }
+  // Times the step's size.
+  __device__ __forceinline__ float Weight(int from, int to) const { return Between(from, to) * sizes[from]; }
 };
+static_assert(sizeof(Steps) == 8 * kChunk);
+
+// Which tokens of a chunk belong together, and to the token before it; without kRuns all do.
+template <bool kRuns>
+struct Runs {
+  uint8_t of[kRuns ? kChunk : 1];  // how many runs began behind the token before the chunk
+
+  // All `threads` threads of who calls it have an index.
+  __device__ __forceinline__ void Set(const StepArgs& a, int64_t row, int first, int index = threadIdx.x,
+                                      int threads = kThreads) {
+    if constexpr (kRuns) {
+      const int *runs = a.runs + row * a.s, last = a.s - 1;
+      for (int i = index; i < kChunk; i += threads)
+        of[i] = runs[min(first + i, last)] - runs[min(max(first - 1, 0), last)];
+    }
+  }
+  __device__ __forceinline__ bool Continues(int to) const { return !kRuns || of[to] == 0; }
+  __device__ __forceinline__ bool AreOne(int from, int to) const { return !kRuns || of[from] == of[to]; }
+};
+
+// steps [rows, ceil(s / kChunk), h].
+Status LaunchSteps(cudaStream_t stream, const StepArgs& a, int64_t rows, Steps* steps);
 
 // Of shared memory that a CTA may have.
 inline Status SharedBytes(int64_t* bytes) {

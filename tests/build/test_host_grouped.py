@@ -1,7 +1,6 @@
 """The kernel of grouped products on the CPU: its scheduler, and whole calls with threads, copies and products that come
 in any order that the kernel allows (host_cuda/cluster.h)."""
 
-import shutil
 import subprocess
 from functools import partial
 
@@ -9,7 +8,7 @@ import grouped_oracle as oracle
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from host_cuda import library
+from host_cuda import program
 
 pytestmark = pytest.mark.sources
 f32, bf16, f16, E4M3, E5M2 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -38,30 +37,14 @@ WGRADS = [
 ]
 
 
-def compiled(folder, name: str):
-    """The program of host_cuda/<name>.cc."""
-    include = library.cuda_include()
-    if not include:
-        pytest.skip("needs g++ and the CUDA headers")
-    for tree in (library.CSRC, library.HERE):
-        shutil.copytree(tree, folder, dirs_exist_ok=True)
-    kernel = folder / "gemm/gemm_grouped.cuh"
-    shared = "extern __shared__ __align__(1024) uint8_t shared[];"
-    assert shared in kernel.read_text()
-    kernel.write_text(kernel.read_text().replace(shared, "uint8_t* shared = ::cluster::Mine().shared();"))
-    command = ["g++", "-std=c++20", "-O2", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-isystem{include}"]
-    subprocess.run([*command, folder / f"{name}.cc", "-o", folder / name], check=True)
-    return folder / name
-
-
 @pytest.fixture(scope="module")
 def scheduler(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("scheduler"), "scheduler")
+    return program.compiled(tmp_path_factory.mktemp("scheduler"), "scheduler")
 
 
 @pytest.fixture(scope="module")
 def kernel(tmp_path_factory):
-    return compiled(tmp_path_factory.mktemp("kernel"), "grouped")
+    return program.compiled(tmp_path_factory.mktemp("kernel"), "grouped")
 
 
 def test_gathered_tiles_come_once_and_by_pieces(tmp_path, rng):
@@ -70,8 +53,8 @@ def test_gathered_tiles_come_once_and_by_pieces(tmp_path, rng):
     random = [[rng.integers(1, 2**16), 128, rng.integers(1, 40), rng.integers(1, 70), 8] for _ in range(100)]
     cases = [*random, [8192, 128, 9, 64, 2], [2**20, 256, 5, 7, 8], [0, 128, 3, 5, 8], [8192, 128, 9, 64, 1]]
     text = "\n".join(" ".join(map(str, case)) for case in cases)
-    program = compiled(tmp_path, "order")
-    lines = subprocess.run([program], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
+    order = program.compiled(tmp_path, "order")
+    lines = subprocess.run([order], input=text, capture_output=True, text=True, check=True).stdout.splitlines()
     tiles = [np.array(line.split(), int) for line in lines]
     for (_, _, chunks, strips, _), each in zip(cases, tiles, strict=True):
         np.testing.assert_array_equal(np.sort(each), np.arange(chunks * strips))
@@ -136,12 +119,8 @@ def call(
     bias, c = (None, extra) if wgrad else (extra, None)
     if in_place:
         result, c = c, None
-    arrays = left, right, offsets, counts, *one_scale, *blocks, bias, c, result
-    raw = [b"" if a is None else np.ascontiguousarray(a).tobytes() for a in arrays]
-    blob = np.array(numbers, np.int32).tobytes() + b"".join(np.int64(len(a)).tobytes() + a for a in raw)
-    done = subprocess.run([kernel], input=blob, capture_output=True)
-    assert done.returncode == 0, done.stderr.decode()
-    return np.frombuffer(done.stdout, out).reshape(result.shape)
+    arrays = [left, right, offsets, counts, *one_scale, *blocks, bias, c, result]
+    return np.frombuffer(program.call(kernel, numbers, arrays), out).reshape(result.shape)
 
 
 def groups(rng):

@@ -12,6 +12,7 @@
 #include <ucontext.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -37,13 +38,28 @@
 #define __CUDA_ARCH_FEAT_SM90_ALL
 
 inline uint3 threadIdx, blockIdx;  // of the fiber that runs
-inline dim3 gridDim;
+inline dim3 gridDim, blockDim;
 
 namespace cluster {
 
 [[noreturn]] inline void Fail(const char* what) {
   std::fprintf(stderr, "%s\n", what);
   std::abort();
+}
+
+// What a program's standard input has.
+inline void Read(void* to, size_t bytes) {
+  if (std::fread(to, 1, bytes, stdin) != bytes) Fail("the input ends early");
+}
+// An array behind the number of its bytes; nullptr where that is 0.
+template <typename T>
+T* ReadArray(size_t* bytes = nullptr) {
+  int64_t size;
+  Read(&size, sizeof(size));
+  void* data = size ? std::aligned_alloc(16, (size + 15) / 16 * 16) : nullptr;
+  Read(data, size);
+  if (bytes) *bytes = size;
+  return static_cast<T*>(data);
 }
 
 // An mbarrier: a phase ends with its last arrival and the last byte that it expects.
@@ -175,7 +191,7 @@ inline void RunCluster(int first) {
 
 // `grid` CTAs, the clusters of `size` one after the other.
 inline void Launch(int grid, int size, int block, size_t shared, Action run) {
-  kernel = std::move(run), gridDim = dim3(grid);
+  kernel = std::move(run), gridDim = dim3(grid), blockDim = dim3(block);
   for (int first = 0; first < grid; first += size) {
     threads.clear(), ctas.clear(), everyone = {};
     ctas.resize(size);
@@ -199,13 +215,20 @@ inline void __syncthreads() { cluster::Meet(cluster::Mine().all); }
 inline void __syncwarp() { cluster::MeetWarp(); }
 template <typename T>
 T __shfl_sync(unsigned, T value, int from) {
-  return T(cluster::Exchange(uint32_t(value), from));
+  static_assert(sizeof(T) == 4);
+  return __builtin_bit_cast(T, cluster::Exchange(__builtin_bit_cast(uint32_t, value), from));
 }
 template <typename T>
 T __shfl_up_sync(unsigned, T value, int distance) {
   const int lane = threadIdx.x % 32;
   return T(cluster::Exchange(uint32_t(value), lane >= distance ? lane - distance : lane));
 }
+template <typename T>
+T __shfl_xor_sync(unsigned, T value, int mask) {
+  return __shfl_sync(~0u, value, threadIdx.x % 32 ^ mask);
+}
+unsigned __reduce_max_sync(unsigned, unsigned value);
+unsigned __reduce_add_sync(unsigned, unsigned value);
 inline size_t __cvta_generic_to_shared(const void* p) {
   return static_cast<const uint8_t*>(p) - cluster::Mine().shared();
 }

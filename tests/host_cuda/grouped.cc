@@ -9,19 +9,6 @@ namespace {
 using namespace te;
 using namespace te::grouped;
 
-void Read(void* to, size_t bytes) {
-  if (std::fread(to, 1, bytes, stdin) != bytes) cluster::Fail("the input ends early");
-}
-// An array behind the number of its bytes; nullptr where that is 0.
-void* ReadArray(size_t* bytes = nullptr) {
-  int64_t size;
-  Read(&size, sizeof(size));
-  void* data = size ? std::aligned_alloc(16, (size + 15) / 16 * 16) : nullptr;
-  Read(data, size);
-  if (bytes) *bytes = size;
-  return data;
-}
-
 template <Factors kFactors, Sums kSums, Layout kLayout = Layout::kAlong>
 bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
   if (factors != kFactors || args.p.sums != kSums || args.p.layout != kLayout) return false;
@@ -38,7 +25,7 @@ bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
 
 int main() {
   int32_t n[15];  // as below
-  Read(n, sizeof(n));
+  cluster::Read(n, sizeof(n));
   KernelArgs args{};
   Problem& p = args.p;
   p.sums = Sums(n[0]), p.wgrad = n[2], p.experts = n[3], p.rows = n[4], p.columns = n[5], p.k = n[6];
@@ -47,24 +34,24 @@ int main() {
   if (n[14]) p.counter = &counter;
   const Factors factors = Factors(n[1]);
   const int width = factors == Factors::kBF16 || factors == Factors::kF16 ? 2 : 1;
-  p.left = ReadArray(), p.right = ReadArray();
-  p.offsets = static_cast<int*>(ReadArray()), p.counts = static_cast<int*>(ReadArray());
+  p.left = cluster::ReadArray<void>(), p.right = cluster::ReadArray<void>();
+  p.offsets = cluster::ReadArray<int>(), p.counts = cluster::ReadArray<int>();
   for (const float** scale : {&p.left_inv, &p.right_inv, &p.left_blocks, &p.right_blocks})
-    *scale = static_cast<float*>(ReadArray());
-  p.bias = ReadArray(), p.c = ReadArray();
+    *scale = cluster::ReadArray<float>();
+  p.bias = cluster::ReadArray<void>(), p.c = cluster::ReadArray<void>();
   size_t bytes;
-  p.out = ReadArray(&bytes);  // filled with what shows that nothing was written
+  p.out = cluster::ReadArray<void>(&bytes);  // filled with what shows that nothing was written
   if (n[11]) p.c = p.out;     // added to in place
   const auto writable = [](const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); };
   uint8_t *const of_left = writable(p.left), *const of_right = writable(p.right);
   const int count = p.wgrad ? 1 : p.experts;
-  HostMap left = p.layout == Layout::kBothAcross ? HostMap{of_left, p.rows, p.k, 1, 64, width}
-                                                 : HostMap{of_left, p.k, p.rows, 1, 64, width};
-  HostMap right = p.layout == Layout::kAlong ? HostMap{of_right, p.k, p.columns, count, 128, width}
-                                             : HostMap{of_right, p.columns, p.k, count, 64, width};
-  if (p.line && p.wgrad) right = {of_right + 128, 128, p.columns / 128, p.k, 128, 1, p.line};
-  if (p.line && !p.wgrad) left = {of_left, 128, p.k / 128, p.rows, 64, 1, p.line};
-  const HostMap out{writable(p.out), p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows, 2};
+  HostMap left = p.layout == Layout::kBothAcross ? HostMap::Of(of_left, p.rows, p.k, 1, 64, width)
+                                                 : HostMap::Of(of_left, p.k, p.rows, 1, 64, width);
+  HostMap right = p.layout == Layout::kAlong ? HostMap::Of(of_right, p.k, p.columns, count, 128, width)
+                                             : HostMap::Of(of_right, p.columns, p.k, count, 64, width);
+  if (p.line && p.wgrad) right = HostMap::OfSquares(of_right + 128, p.columns / 128, p.k, 128, p.line);
+  if (p.line && !p.wgrad) left = HostMap::OfSquares(of_left, p.k / 128, p.rows, 64, p.line);
+  const HostMap out = HostMap::Of(writable(p.out), p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows, 2);
   static_assert(sizeof(HostMap) <= sizeof(CUtensorMap));
   std::memcpy(&args.out, &out, sizeof(out));
   std::memcpy(&args.left, &left, sizeof(left)), std::memcpy(&args.right, &right, sizeof(right));

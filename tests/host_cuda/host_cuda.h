@@ -93,6 +93,10 @@ class Cta {
   }
 
   void Sync() { Wait(cta_); }
+  void Sync(unsigned index, int threads) {  // of `threads` threads
+    named_[index].alive = threads;
+    Wait(named_[index]);
+  }
   void SyncWarp() { Wait(warps_[current_->rank / 32]); }
   int rank() const { return current_->rank; }
   void* shared() { return shared_.data(); }
@@ -161,7 +165,7 @@ class Cta {
   std::vector<Bytes16> shared_;
   std::vector<uint32_t> slots_;
   std::deque<Fiber> fibers_;  // a fiber stays where it is
-  Barrier cta_;
+  Barrier cta_, named_[16];
   std::vector<Barrier> warps_;
   jmp_buf scheduler_;
   Fiber* current_ = nullptr;
@@ -203,7 +207,7 @@ To Bits(From from) {
 
 inline void __syncthreads() { host_cuda::Cta::Get().Sync(); }
 namespace te {
-inline void NamedBarrier(unsigned, unsigned) {}  // rows of a CTA have no more than a warp here
+inline void NamedBarrier(unsigned index, unsigned threads) { host_cuda::Cta::Get().Sync(index, threads); }
 }  // namespace te
 inline void __syncwarp(unsigned = ~0u) { host_cuda::Cta::Get().SyncWarp(); }
 template <typename T>

@@ -39,6 +39,7 @@ SOURCES = (
     "scan_bwd",
     "scan_bwd_chunks",
     "scan_bwd_states",
+    "steps",
     "finish",
 )  # no tensor cores, no asynchronous copies
 
@@ -66,6 +67,9 @@ extern "C" cudaError_t cudaGetDeviceCount(int*) { return cudaErrorNoDevice; }
 extern "C" cudaError_t cudaDeviceCanAccessPeer(int*, int, int) { return cudaErrorNoDevice; }
 extern "C" cudaError_t cudaGetLastError() { return cudaSuccess; }
 extern "C" const char* cudaGetErrorString(cudaError_t) { return "no GPU"; }
+extern "C" cudaError_t cudaMemcpyAsync(void* to, const void* from, size_t bytes, cudaMemcpyKind, cudaStream_t) {
+  return std::memcpy(to, from, bytes), cudaSuccess;
+}
 extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStream_t) {
   return std::memset(p, value, bytes), cudaSuccess;
 }

@@ -19,7 +19,7 @@ SCANS = [
     (65, 2, 2, 64, 64, jnp.bfloat16, ("segments",)),
     (130, 3, 1, 72, 128, jnp.bfloat16, ("D", "dt_bias")),
     (580, 1, 1, 24, 24, jnp.float32, ()),
-    (8192, 6, 2, 64, 128, jnp.bfloat16, ()),
+    (8192, 2, 1, 64, 128, jnp.bfloat16, ()),
 ]
 LITTLE = SCANS[3:4]  # with little shared memory
 WIDE = [(70, 1, 1, 64, 256, jnp.bfloat16, ()), (130, 1, 1, 24, 200, jnp.float32, ("segments",))]

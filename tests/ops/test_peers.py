@@ -108,6 +108,33 @@ def test_combine_of_addresses_permute(dtype, width, kernels, rng):
     np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
 
 
+def test_addresses_in_stacks(kernels, rng):
+    """Arrays that are slices of stacks, as layers in `lax.scan` have them: XLA on GPUs fuses a call with the slice that
+    it reads or writes, so that the result is not where the operand is."""
+    stack = jnp.asarray(rng.standard_normal((3, 40, 64)), jnp.bfloat16)
+    positions = jnp.asarray(rng.integers(-1, 40, (33, 4)), jnp.int32)
+
+    def body(last, rows):
+        a, address = address_op(rows + last)
+        (y,) = combine_op(a, positions, None, address[None])
+        (y,) = keep_op(y, a, address[None])
+        return last + 1, (a, y)
+
+    def again(_, both):
+        a, address = address_op(both[0])
+        return None, (keep_op(both[1], a, address[None])[0], combine_op(a, positions, None, address[None])[0])
+
+    @jax.jit
+    def run(stack):
+        _, both = jax.lax.scan(body, jnp.bfloat16(0), stack)
+        return *both, *jax.lax.scan(again, None, both)[1]
+
+    a = stack + jnp.arange(3, dtype=jnp.bfloat16)[:, None, None]
+    y = jnp.stack([combine_op(each, positions, None, None)[0] for each in a])
+    for got, want in zip(run(stack), (a, y, y, y), strict=True):
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(want, np.float32))
+
+
 @pytest.mark.parametrize("width", [24, 13, 640])
 def test_permute_of_addresses(width, kernels, rng):
     parts = [jnp.asarray(rng.standard_normal((101, width)), E4M3) for _ in range(3)]

@@ -222,7 +222,8 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
 
 _TILE = 64  # tokens of a chunk of the kernels
 _SLAB_BYTES = 48 << 20  # of the states of a slab's chunks, which so stay in L2
-_CTAS = 264  # two for each multiprocessor of an H100
+_CTAS = 132  # one for each multiprocessor of an H100
+_STEPS, _ENDS = 2 * _TILE * 4, (6 * _TILE + 4) * 4  # bytes of a chunk and a head
 
 
 def _has_scan_kernel(most_states, x, B, C, *others):
@@ -262,15 +263,25 @@ def _slab(rows, s, h, p, n, g):
     slab_rows = min(rows, 256, max(1, at_once // blocks))
     tokens = min(KEPT * min(at_once, blocks), ceil_div(s, _TILE) * _TILE)
     chunks = slab_rows * (tokens // _TILE) * h
-    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, 16, chunks // _CTAS)))
+    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, ceil_div(chunks, _CTAS))))
 
 
-def _workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
+def _steps_bytes(x):
+    rows, s, h, _ = x.shape
+    return rows * ceil_div(s, _TILE) * h * _STEPS
+
+
+def _workspace(x, *_, **attrs):
+    return _steps_bytes(x)
+
+
+def _bwd_workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
     (rows, _, h, p), (g, n) = x.shape, B.shape[2:]
+    chunks = slab_rows * (slab_tokens // _TILE)
     carried = 0 if "dinitial" in outputs else rows * h * p * n * 4
-    states = 2 * slab_rows * (slab_tokens // _TILE) * h * p * n * 2
-    parts = 2 * slab_rows * slab_tokens * g * ceil_div(h // g, slab_heads) * n * 4
-    return sum(ceil_div(size, 256) * 256 for size in (carried, states, parts))
+    parts = 2 * chunks * _TILE * g * ceil_div(h // g, slab_heads) * n * 4
+    sizes = _steps_bytes(x), chunks * h * _ENDS, carried, 2 * chunks * h * p * n * 2, parts
+    return sum(ceil_div(size, 256) * 256 for size in sizes)
 
 
 def _parts_of_scan(dy, dfinal, x, *_, **attrs):
@@ -293,6 +304,7 @@ ssd_fwd: Op = Op(
     dtypes=lambda x, *_, **attrs: (x, _sum_type(x), _sum_type(x)),
     reference=_reference,
     sizes=_SHARED,
+    workspace=_workspace,
     cuda=_cuda,
 )
 """x, z of a floating type [b..., s, h, p], dt [b..., s, h], A, dt_bias [h], B, C [b..., s, g, n], D [h, p] or [h, 1],
@@ -316,7 +328,7 @@ ssd_bwd: Op = Op(
     reference=_bwd_reference,
     sizes=_SHARED,
     partials=dict.fromkeys(("dA", "dD", "ddt_bias"), _parts_of_scan),
-    workspace=_workspace,
+    workspace=_bwd_workspace,
     cuda=_scan_bwd_cuda,
 )
 """The backward pass of te_ssd_fwd, of its operands and the states that it kept: results of the operands' types, and

@@ -5,22 +5,33 @@ namespace te {
 
 enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
 
-// What a CUtensorMap stands for: matrices [count, rows, inner], in boxes of 128 bytes of `box` rows; or with
-// `line`, bytes, one layout in squares: [count, rows, 128], a row each 256 bytes and a matrix each `line`, in
-// boxes of 128 bytes of `box` matrices.
+// What a CUtensorMap stands for: an array by its sizes and strides in bytes, the innermost axis first, whose
+// numbers have `width` bytes; in boxes of 128 bytes, `box` times along the axis `across`.
 struct HostMap {
   uint8_t* data;
-  int64_t inner, rows, count;
-  int box, width;
-  int64_t line = 0;
+  int64_t sizes[4], strides[4];
+  int across, box, width;
 
-  // Byte `at` of the box at (x, y, z), rows of 128; nullptr beyond the tensor.
-  uint8_t* At(int x, int y, int z, int at) const {
-    const int64_t column = x + at % 128 / width, row = line ? y : y + at / 128,
-                  matrix = line ? z + at / 128 : z;
-    const bool inside = column < inner && row < rows && matrix < count;
-    const int64_t of_row = line ? 256 : inner * width, of_matrix = line ? line : rows * of_row;
-    return inside ? data + matrix * of_matrix + row * of_row + column * width + at % width : nullptr;
+  // Matrices [count, rows, inner], in boxes of `box` rows.
+  static HostMap Of(void* data, int64_t inner, int64_t rows, int64_t count, int box, int width) {
+    const int64_t row = inner * width;
+    return {static_cast<uint8_t*>(data), {inner, rows, count, 1}, {width, row, rows * row, 0}, 1, box, width};
+  }
+  // Bytes, one layout in squares: [count, rows, 128], a row each 256 bytes and a matrix each `line`, in boxes
+  // of `box` matrices.
+  static HostMap OfSquares(void* data, int64_t rows, int64_t count, int box, int64_t line) {
+    return {static_cast<uint8_t*>(data), {128, rows, count, 1}, {1, 256, line, 0}, 2, box, 1};
+  }
+
+  // Byte `at` of the box at a place, rows of 128; nullptr beyond the array.
+  uint8_t* At(std::array<int, 4> place, int at) const {
+    place[0] += at % 128 / width, place[across] += at / 128;
+    uint8_t* byte = data + at % width;
+    for (int i = 0; i < 4; ++i) {
+      if (place[i] < 0 || place[i] >= sizes[i]) return nullptr;
+      byte += place[i] * strides[i];
+    }
+    return byte;
   }
 };
 
@@ -40,6 +51,7 @@ inline void ArriveExpecting(uint32_t barrier, unsigned bytes) {
   mine.bytes += bytes;
   mine.Arrive();
 }
+inline void Arrive(uint32_t barrier) { BarrierOf(cluster::self->cta, barrier).Arrive(); }
 inline void ArriveAt(uint32_t barrier, unsigned rank) { BarrierOf(rank, barrier).Arrive(); }
 inline void StoreAt(uint32_t to, int word, uint32_t barrier, unsigned rank) {
   cluster::copies.push_back([=] {
@@ -57,22 +69,23 @@ void TakeRegisters() {}
 inline int Kept(int x) { return x; }
 
 inline void PrefetchMap(const void*) {}
-inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
+inline void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier, int x, int y, int z,
+                      int w = 0) {
   const HostMap m = *static_cast<const HostMap*>(map);
   if (to % 1024) cluster::Fail("a tile is not aligned to 1024 bytes");
   cluster::copies.push_back([=] {
     for (int cta = 0; ranks >> cta; ++cta) {
       if (!(ranks >> cta & 1)) continue;
       for (int at = 0; at < m.box * 128; ++at) {
-        const uint8_t* byte = m.At(x, y, z, at);
+        const uint8_t* byte = m.At({x, y, z, w}, at);
         *Shared8(cta, Swizzled(to + at)) = byte ? *byte : 0;
       }
       BarrierOf(cta, barrier).Bring(m.box * 128);
     }
   });
 }
-inline void CopyBox(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z) {
-  CopyBoxTo(1u << cluster::self->cta, to, map, barrier, x, y, z);
+inline void CopyBox(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z, int w = 0) {
+  CopyBoxTo(1u << cluster::self->cta, to, map, barrier, x, y, z, w);
 }
 inline void CopyBytes(uint32_t to, const void* from, unsigned bytes, uint32_t barrier) {
   if ((to | bytes | reinterpret_cast<uintptr_t>(from)) % 16)
@@ -83,7 +96,7 @@ inline void CopyBytes(uint32_t to, const void* from, unsigned bytes, uint32_t ba
   });
 }
 
-inline void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
+inline void StoreBox(const void* map, uint32_t from, int x, int y, int z, int w = 0) {
   const HostMap m = *static_cast<const HostMap*>(map);
   if (from % 1024) cluster::Fail("a piece is not aligned to 1024 bytes");
   cluster::Thread* const thread = cluster::self;
@@ -97,7 +110,7 @@ inline void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
     --thread->unread;
     cluster::copies.push_back([=] {
       for (int at = 0; at < m.box * 128; ++at)
-        if (uint8_t* byte = m.At(x, y, z, at)) *byte = box[at];
+        if (uint8_t* byte = m.At({x, y, z, w}, at)) *byte = box[at];
       --thread->outgoing;
     });
   });
@@ -127,6 +140,17 @@ inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, 
   const int lane = threadIdx.x % 32;
   cluster::self->fenced = false;
   for (int i = 0; i < 4; ++i) ToShared(cluster::Exchange(address, 8 * i + lane / 4) + lane % 4 * 4, words[i]);
+}
+template <bool kTransposed>
+void LoadMatrices(uint32_t (&words)[4], const void* row) {
+  const uint32_t address = uint32_t(__cvta_generic_to_shared(row));
+  const int lane = threadIdx.x % 32, across = lane / 4, along = lane % 4 * 2;
+  for (int i = 0; i < 4; ++i)
+    for (int side = 0; side < 2; ++side) {
+      const uint32_t from = cluster::Exchange(address, 8 * i + (kTransposed ? along + side : across));
+      const uint32_t number = FromShared<uint16_t>(from + 2 * (kTransposed ? across : along + side));
+      words[i] = side ? words[i] | number << 16 : number;
+    }
 }
 
 inline void StoreShared(uint32_t address, float a, float b, float c, float d) {
@@ -195,6 +219,26 @@ void Multiply(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
         to = adds ? to + sum : sum;
       }
     }
+  });
+}
+
+// The left factor in registers: a row has its numbers in the four lanes of its quarter of a matrix.
+template <bool kRightAcross, int kCount>
+void MultiplyRows(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
+  const int lane = threadIdx.x % 32, first = lane % 4 * 2;
+  std::array<float, 16> left[2];
+  for (int word = 0; word < 4; ++word)
+    for (int other = 0; other < 4; ++other) {
+      const uint32_t two = cluster::Exchange(a[word], lane / 4 * 4 + other);
+      for (int side = 0; side < 2; ++side)
+        left[word % 2][word / 2 * 8 + other * 2 + side] = __uint_as_float(two >> 16 * side << 16);
+    }
+  cluster::self->open.push_back([=, sums = d, cta = cluster::self->cta] {
+    for (int j = 0; j < kCount / 2; ++j)
+      for (int k = 0; k < 16; ++k) {
+        const float right = NumberAt<__nv_bfloat16, kRightAcross>(cta, b, j / 2 * 8 + first + j % 2, k);
+        for (int lower = 0; lower < 2; ++lower) sums[j / 2 * 4 + lower * 2 + j % 2] += left[lower][k] * right;
+      }
   });
 }
 

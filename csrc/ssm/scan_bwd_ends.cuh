@@ -1,0 +1,112 @@
+// The last kernels of a slab of te_ssd_bwd: sums of the gradients of B and C, and the gradients to steps.
+#pragma once
+
+#include "ssm/scan_bwd.cuh"
+
+namespace te::ssm {
+
+// Four neighbours of dB and of dC for each thread.
+static __global__ void __launch_bounds__(256) te_ssd_bwd_sums(const GradArgs a) {
+  const int64_t pieces = int64_t(a.g) * a.n / 4;
+  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, token = i / pieces, row = blockIdx.y;
+  if (token >= a.slab.tokens || a.slab.first_token + token >= a.steps.s) return;
+  const int64_t column = i % pieces * 4, group = column / a.n;
+  const int64_t from = (((row * a.slab.tokens + token) * a.g + group) * a.parts) * a.n + column % a.n;
+  const int64_t to = ((a.slab.first_row + row) * a.steps.s + a.slab.first_token + token) * a.g * a.n + column;
+#pragma unroll
+  for (int which = 0; which < 2; ++which) {
+    const float* parts = (which ? a.dC_parts : a.dB_parts) + from;
+    float sums[4] = {};
+    for (int part = 0; part < a.parts; ++part) {
+      const auto four = Load<4>(parts + int64_t(part) * a.n);
+#pragma unroll
+      for (int j = 0; j < 4; ++j) sums[j] += four[j];
+    }
+    Store((which ? a.dC : a.dB) + to, Round<Bf16, 4>(sums));
+  }
+}
+
+// The gradients to steps, of a chunk and one head for each warp, two tokens in each lane. A step scales what
+// its token adds, and the decay of all that goes past the token: from tokens before it, or the state, to it
+// and later ones, or the state behind the chunk. Of two tokens that is what is summed to the later less what
+// is summed from the earlier.
+template <bool kRuns>
+struct OfSteps {
+  const GradArgs& a;
+  const int64_t row;
+  const int chunk, head, first;  // chunk of the slab, first token
+
+  __device__ __forceinline__ int Run(int token) const {
+    return kRuns ? a.steps.runs[row * a.steps.s + min(max(token, 0), a.steps.s - 1)] : 0;
+  }
+
+  __device__ __forceinline__ void Differentiate() const {
+    const Steps& steps = *a.StepsOf(row, first, head);
+    const Ends& of = a.ends[((row - a.slab.first_row) * a.slab.Chunks() + chunk) * a.steps.h + head];
+    constexpr int kLast = Steps::kLast;
+    const int before_run = Run(first - 1), last_run = Run(first + kLast);
+    float own[2], ends[2], leaves[2], dots[2], sizes[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int t = 2 * Lane() + i, run = Run(first + t);
+      sizes[i] = steps.sizes[t], dots[i] = of.dots[t];
+      const float to_state = run == last_run ? steps.Between(t, kLast) * of.to_state[t] : 0.f;
+      const float of_state = run == before_run ? steps.Since(t) * of.of_state[t] : 0.f;
+      own[i] = to_state + of.from[t] + of.own[t];
+      ends[i] = of.to[t] + of_state - sizes[i] * of.from[t];
+      leaves[i] = sizes[i] * to_state;
+    }
+    const float sum = of.through[0] + of.through[1] + of.through[2] + of.through[3];
+    const float through = before_run == last_run ? sum * steps.Since(kLast) : 0.f;
+    // Of this and later tokens; of earlier ones.
+    float behind = ends[0] + ends[1], before = leaves[0] + leaves[1];
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const float later = __shfl_sync(~0u, behind, min(Lane() + by, 31));
+      const float earlier = __shfl_sync(~0u, before, max(Lane() - by, 0));
+      if (Lane() + by < 32) behind += later;
+      if (Lane() >= by) before += earlier;
+    }
+    const float later = __shfl_sync(~0u, behind, min(Lane() + 1, 31));
+    const float earlier = __shfl_sync(~0u, before, max(Lane() - 1, 0));
+    const float least = (Lane() > 0 ? earlier : 0.f) + through;
+    const float past[2] = {behind + least, (Lane() < 31 ? later : 0.f) + ends[1] + leaves[0] + least};
+    Write(own, past, sizes, dots);
+  }
+
+  __device__ __forceinline__ void Write(const float (&own)[2], const float (&past)[2],
+                                        const float (&sizes)[2], const float (&dots)[2]) const {
+    float dA = 0, bias = 0, D = 0;
+    const float rate = a.steps.A[head];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = first + 2 * Lane() + i;
+      if (token >= a.steps.s) continue;
+      dA += past[i] * sizes[i];
+      D += dots[i];
+      const float slope = a.steps.Slope(a.steps.Given(row, token, head));
+      const float dt = slope == 0 ? 0.f : (own[i] + rate * past[i]) * slope;
+      bias += dt;
+      const int64_t at = (row * a.steps.s + token) * a.steps.h + head;
+      if (a.steps.is_bf16)
+        static_cast<Bf16*>(a.ddt)[at] = __float2bfloat16_rn(dt);
+      else
+        static_cast<float*>(a.ddt)[at] = dt;
+    }
+    dA = WarpSum(dA), bias = WarpSum(bias), D = WarpSum(D);
+    if (Lane() > 0) return;
+    const int64_t at = (row * ((a.steps.s + kChunk - 1) / kChunk) + first / kChunk) * a.steps.h + head;
+    a.dA_parts[at] = dA;
+    if (a.bias_parts) a.bias_parts[at] = bias;
+    if (a.D_parts) a.D_parts[at] = D;
+  }
+};
+
+template <bool kRuns>
+__global__ void __launch_bounds__(kThreads) te_ssd_bwd_steps(const GradArgs a) {
+  const int head = blockIdx.x * kWarps + WarpIndex(), first = a.slab.first_token + int(blockIdx.y) * kChunk;
+  if (head >= a.steps.h || first >= a.steps.s) return;
+  OfSteps<kRuns>{a, a.slab.first_row + int64_t(blockIdx.z), int(blockIdx.y), head, first}.Differentiate();
+}
+
+}  // namespace te::ssm

@@ -1,0 +1,49 @@
+// te_ssd_bwd on Hopper, with its tensor maps.
+#include "base/check.h"
+#include "ssm/maps.h"
+#include "ssm/scan_bwd_hopper.cuh"
+
+namespace te::ssm {
+namespace {
+
+template <int kN, bool kRuns>
+Status Run(cudaStream_t stream, const HopperGradArgs& given) {
+  const GradArgs& a = given.a;
+  const auto states = te_ssd_bwd_states_hopper<kN, kRuns>;
+  const auto chunks = te_ssd_bwd_chunks_hopper<kN, kRuns>;
+  constexpr size_t kOfStates = sizeof(HopperWalkShared<kN, kRuns>);
+  constexpr size_t kOfChunks = sizeof(HopperGradShared<kN, kRuns>);
+  static_assert(kOfStates <= 113 * 1024 && kOfChunks <= 227 * 1024);
+  TE_TRY(AllowShared(states, kOfStates));
+  TE_TRY(AllowShared(chunks, kOfChunks));
+  const unsigned walks = a.slab.rows * unsigned(1 + CeilDiv(a.slab.tokens, kKept));
+  states<<<dim3(a.steps.h, walks), kWalkThreads, kOfStates, stream>>>(given);
+  const dim3 grid(a.g * a.parts, a.slab.tokens / kChunk, a.slab.rows);
+  chunks<<<grid, kHopperThreads, kOfChunks, stream>>>(given);
+  TE_LAUNCHED();
+}
+
+}  // namespace
+
+Status MakeMaps(const ScanCall& call, const GradArgs& a, HopperGradArgs* out) {
+  constexpr const char* kOp = "te_ssd_bwd";
+  out->a = a;
+  TE_TRY(MapOfTokens(kOp, &out->x, a.x, call, call.h, call.p, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->dy, a.dy, call, call.h, call.p, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->dx, a.dx, call, call.h, call.p, kPieceRows));
+  TE_TRY(MapOfTokens(kOp, &out->B, a.B, call, call.g, call.n, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->C, a.C, call, call.g, call.n, kChunk));
+  const int64_t chunks = int64_t(a.slab.rows) * (a.slab.tokens / kChunk);
+  TE_TRY(MapOfStates(kOp, &out->states, a.states, call, chunks, kHopperChannels));
+  TE_TRY(MapOfStates(kOp, &out->gradients, a.gradients, call, chunks, kHopperChannels));
+  TE_TRY(MapOfStates(kOp, &out->states_out, a.states, call, chunks, kPieceRows));
+  return MapOfStates(kOp, &out->gradients_out, a.gradients, call, chunks, kPieceRows);
+}
+
+Status RunOnHopper(cudaStream_t stream, const HopperGradArgs& given) {
+  const GradArgs& a = given.a;
+  if (a.steps.runs) return a.n <= 64 ? Run<64, true>(stream, given) : Run<128, true>(stream, given);
+  return a.n <= 64 ? Run<64, false>(stream, given) : Run<128, false>(stream, given);
+}
+
+}  // namespace te::ssm

@@ -1,0 +1,544 @@
+// The kernels of te_ssd_bwd on Hopper: the first two of scan_bwd.cu's, with copies by tensor maps (TMA) and
+// products of warpgroups (wgmma). Of heads of up to 64 channels.
+#pragma once
+
+#include "ssm/hopper.cuh"
+#include "ssm/scan_bwd.cuh"
+
+namespace te::ssm {
+
+// ---- the states before chunks, and the gradients behind them ----
+
+template <int kN, bool kRuns>
+struct HopperWalkShared {
+  static constexpr int kStages = 3;
+  struct Stage {
+    uint8_t x[kBoxBytes], B[kWideBytes<kN>];
+  };
+  alignas(1024) Stage stages[kStages];
+  alignas(1024) uint8_t state[kWideBytes<kN>];  // of which each warp writes its rows
+  alignas(1024) uint8_t added[kRuns ? kWideBytes<kN> : 16];
+  Steps steps[kStages];
+  Runs<kRuns> runs[kStages];
+  uint64_t full[kStages], empty[kStages];
+};
+constexpr int kWalkThreads = kGroup + 32;
+
+// As Walk of scan_bwd_states.cu.
+template <int kN, bool kRuns, bool kBack>
+struct HopperWalk {
+  using Shared = HopperWalkShared<kN, kRuns>;
+  static constexpr int kStages = Shared::kStages;
+  const HopperGradArgs& given;
+  Shared& s;
+  const int row, head, first_chunk, chunks;  // row of the slab, chunks of it
+  const GradArgs& a = given.a;
+
+  __device__ __forceinline__ int Row() const { return a.slab.first_row + row; }
+  // The i-th chunk of those that have tokens.
+  __device__ __forceinline__ int Count() const {
+    const int tokens = a.steps.s - a.slab.first_token - first_chunk * kChunk;
+    return min(chunks, max(0, (tokens + kChunk - 1) / kChunk));
+  }
+  __device__ __forceinline__ int Chunk(int i) const { return first_chunk + (kBack ? Count() - 1 - i : i); }
+  __device__ __forceinline__ int Token(int i) const { return a.slab.first_token + Chunk(i) * kChunk; }
+
+  // One warp.
+  __device__ __forceinline__ void Copy() const {
+    const CUtensorMap &of_x = kBack ? given.dy : given.x, &of_B = kBack ? given.C : given.B;
+    for (int i = 0; i < Count(); ++i) {
+      const int stage = i % kStages;
+      const uint32_t full = AddressOf(&s.full[stage]);
+      WaitEmpty(s.empty, i);
+      s.runs[stage].Set(a.steps, Row(), Token(i), Lane(), 32);
+      __syncwarp();
+      if (Lane() > 0) continue;
+      ArriveExpecting(full, sizeof(typename Shared::Stage) + sizeof(Steps));
+      CopyBox(AddressOf(s.stages[stage].x), &of_x, full, 0, head, Token(i), Row());
+      for (int box = 0; box < kN / 64; ++box)
+        CopyBox(AddressOf(s.stages[stage].B + box * kBoxBytes), &of_B, full, 64 * box, a.Group(head),
+                Token(i), Row());
+      CopyBytes(AddressOf(&s.steps[stage]), a.StepsOf(Row(), Token(i), head), sizeof(Steps), full);
+    }
+  }
+
+  // One warpgroup.
+  __device__ __forceinline__ void Run(GroupState<kN>& state) const {
+    constexpr int kLast = Steps::kLast;
+    for (int i = 0; i < Count(); ++i) {
+      Write(Chunk(i), state);
+      WaitFull(s.full, i);
+      const int stage = i % kStages;
+      const Steps& steps = s.steps[stage];
+      const Runs<kRuns>& runs = s.runs[stage];
+      const auto is_added = [&](int token) {
+        return kBack ? runs.Continues(token) : runs.AreOne(token, kLast);
+      };
+      const uint8_t* B = Kept<kN, kRuns>(s.stages[stage].B, s.added, is_added(kBack ? kLast : 0), is_added);
+      state.template Add<kRuns>(
+          runs.Continues(kLast), steps.Since(kLast), s.stages[stage].x, B,
+          [&](int token) { return kBack ? steps.Since(token) : steps.Weight(token, kLast); }, is_added);
+      Release(s.empty[stage]);
+    }
+    if (Lane() == 0) WaitForStores();
+  }
+
+  __device__ __forceinline__ void Write(int chunk, const GroupState<kN>& state) const {
+    if (Lane() == 0) WaitForReads();
+    __syncwarp();
+    state.Put(s.state);
+    __syncwarp();
+    if (Lane() > 0) return;
+    const CUtensorMap* to = kBack ? &given.gradients_out : &given.states_out;
+    for (int box = 0; box < kN / 64; ++box)
+      StoreBox(to, AddressOf(s.state + box * kBoxBytes) + WarpOfGroup() * kPieceBytes, 64 * box,
+               WarpOfGroup() * kPieceRows, head, row * a.slab.Chunks() + chunk);
+    CommitStores();
+  }
+};
+
+// blockIdx.y: the slab's rows, backward; behind them each kKept tokens of the rows, forward.
+template <int kN, bool kRuns>
+__global__ void __launch_bounds__(kWalkThreads, 2)
+    te_ssd_bwd_states_hopper(const __grid_constant__ HopperGradArgs given) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  auto& s = *reinterpret_cast<HopperWalkShared<kN, kRuns>*>(shared);
+  const GradArgs& a = given.a;
+  const int head = blockIdx.x, which = blockIdx.y, rows = a.slab.rows, group = GroupIndex();
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < s.kStages; ++i)
+      InitBarrier(AddressOf(&s.full[i]), 1), InitBarrier(AddressOf(&s.empty[i]), 4);
+    FenceBarrierInit();
+  }
+  __syncthreads();
+  if (which < rows) {
+    const HopperWalk<kN, kRuns, true> walk{given, s, which, head, 0, a.slab.Chunks()};
+    if (group > 0) return walk.Copy();
+    const int64_t at = a.States(a.slab.first_row + which, head, 0);
+    GroupState<kN> state;
+    state.Load(a.after ? a.after + at : nullptr, a.p, a.n);
+    walk.Run(state);
+    state.Store(a.before + at, a.p, a.n);
+    return;
+  }
+  constexpr int kChunks = kKept / kChunk;
+  const int row = (which - rows) % rows, part = (which - rows) / rows;
+  const HopperWalk<kN, kRuns, false> walk{
+      given, s, row, head, part * kChunks, min(kChunks, a.slab.Chunks() - part * kChunks)};
+  if (walk.Count() == 0) return;
+  if (group > 0) return walk.Copy();
+  const int64_t kept = (a.slab.first_row + int64_t(row)) * ((a.steps.s + kKept - 1) / kKept) +
+                       a.slab.first_token / kKept + part;
+  GroupState<kN> state;
+  state.Load(a.kept + a.States(kept, head, 0), a.p, a.n);
+  walk.Run(state);
+#else
+  __trap();  // compiled only for Hopper
+#endif
+}
+
+// ---- the gradients of a chunk ----
+
+template <int kN, bool kRuns>
+struct HopperGradShared {
+  static constexpr int kStages = 3;
+  struct Stage {
+    uint8_t x[kBoxBytes], dy[kBoxBytes], state[kWideBytes<kN>], gradient[kWideBytes<kN>];
+  };
+  alignas(1024) Stage stages[kStages];
+  alignas(1024) uint8_t B[kWideBytes<kN>], C[kWideBytes<kN>];
+  alignas(1024) uint8_t scores[2][kBoxBytes];    // of a head, times decays: a row is a token that sees
+  alignas(1024) uint8_t pieces[4][kPieceBytes];  // of dx
+  Steps steps[kStages];
+  Runs<kRuns> runs;
+  float from[4][kChunk];  // sums over the rows of each warp
+  uint64_t full[kStages], empty[kStages], scores_full[2], scores_empty[2], group_full[1];
+};
+
+// A chunk of some heads, one after the other, which share B and C, their scores, and sums of their gradients.
+// Tokens are the rows of all results. One warpgroup has dC, one dB and dx, one the scores and their gradient.
+// All that follows from a product of a state with B or C before it is weighed is what tokens make of that.
+template <int kN, bool kRuns>
+struct HopperGradients {
+  using Shared = HopperGradShared<kN, kRuns>;
+  static constexpr int kStages = Shared::kStages, kLast = Steps::kLast;
+  const HopperGradArgs& given;
+  Shared& s;
+  const GradArgs& a = given.a;
+  const int row = blockIdx.z, chunk = blockIdx.y, group = blockIdx.x / a.parts, part = blockIdx.x % a.parts;
+
+  __device__ __forceinline__ int Row() const { return a.slab.first_row + row; }
+  __device__ __forceinline__ int Token() const { return a.slab.first_token + chunk * kChunk; }
+  __device__ __forceinline__ int Head(int i) const {
+    return group * (a.steps.h / a.g) + part * a.slab.heads + i;
+  }
+  __device__ __forceinline__ int Heads() const {
+    return min(a.slab.heads, a.steps.h / a.g - part * a.slab.heads);
+  }
+  __device__ __forceinline__ Ends& EndsOf(int i) const {
+    return a.ends[(int64_t(row) * a.slab.Chunks() + chunk) * a.steps.h + Head(i)];
+  }
+  // The first of the thread's two rows, or the one 8 below.
+  __device__ __forceinline__ static int RowOfHalf(int half) {
+    return WarpOfGroup() * kBand + RowOf(2 * half);
+  }
+
+  __device__ __forceinline__ void Begin() {
+    if (threadIdx.x == 0) {
+      for (int i = 0; i < kStages; ++i)
+        InitBarrier(AddressOf(&s.full[i]), 1), InitBarrier(AddressOf(&s.empty[i]), 15);
+      for (int i = 0; i < 2; ++i)
+        InitBarrier(AddressOf(&s.scores_full[i]), 4), InitBarrier(AddressOf(&s.scores_empty[i]), 4);
+      InitBarrier(AddressOf(s.group_full), 1);
+      FenceBarrierInit();
+    }
+    s.runs.Set(a.steps, Row(), Token(), threadIdx.x, kHopperThreads);
+    __syncthreads();
+  }
+
+  // One warp.
+  __device__ __forceinline__ void Copy() const {
+    if (Lane() > 0) return;
+    ArriveExpecting(AddressOf(s.group_full), 2 * kWideBytes<kN>);
+    for (int box = 0; box < kN / 64; ++box) {
+      const uint32_t at = box * kBoxBytes, full = AddressOf(s.group_full);
+      CopyBox(AddressOf(s.B + at), &given.B, full, 64 * box, group, Token(), Row());
+      CopyBox(AddressOf(s.C + at), &given.C, full, 64 * box, group, Token(), Row());
+    }
+    const int of_slab = row * a.slab.Chunks() + chunk;
+    for (int i = 0; i < Heads(); ++i) {
+      auto& stage = s.stages[i % kStages];
+      const uint32_t full = AddressOf(&s.full[i % kStages]);
+      WaitEmpty(s.empty, i);
+      ArriveExpecting(full, sizeof(typename Shared::Stage) + sizeof(Steps));
+      CopyBox(AddressOf(stage.dy), &given.dy, full, 0, Head(i), Token(), Row());
+      CopyBox(AddressOf(stage.x), &given.x, full, 0, Head(i), Token(), Row());
+      CopyBytes(AddressOf(&s.steps[i % kStages]), a.StepsOf(Row(), Token(), Head(i)), sizeof(Steps), full);
+      for (int box = 0; box < kN / 64; ++box) {
+        const uint32_t at = box * kBoxBytes;
+        CopyBox(AddressOf(stage.state + at), &given.states, full, 64 * box, 0, Head(i), of_slab);
+        CopyBox(AddressOf(stage.gradient + at), &given.gradients, full, 64 * box, 0, Head(i), of_slab);
+      }
+    }
+  }
+
+  // Three warps: the products of the state before the chunk and its gradient behind it, added up.
+  __device__ __forceinline__ void Through() const {
+    const int warp = WarpOfGroup() - 1;
+    for (int i = 0; i < Heads(); ++i) {
+      WaitFull(s.full, i);
+      const auto& stage = s.stages[i % kStages];
+      float sum = 0;
+      for (unsigned at = (warp * 32 + Lane()) * 16; at < kWideBytes<kN>; at += 3 * 32 * 16) {
+        const auto one = Load<8>(reinterpret_cast<const Bf16*>(stage.state + at));
+        const auto other = Load<8>(reinterpret_cast<const Bf16*>(stage.gradient + at));
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += one[j] * other[j];
+      }
+      Release(s.empty[i % kStages]);
+      sum = WarpSum(sum);
+      if (Lane() == 0) EndsOf(i).through[warp] = sum;
+      if (Lane() == 0 && warp == 0) EndsOf(i).through[3] = 0;
+    }
+  }
+
+  // The sums over channels of tokens [64, 64] times what the state has of each, for the thread's two rows.
+  __device__ __forceinline__ static void PutSums(float (&to)[kChunk], const uint32_t (&tokens)[4][4],
+                                                 const float (&of)[32]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float sum = 0;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float2 two = Unpack(tokens[j / 2][j % 2 * 2 + half]);
+        sum += two.x * of[4 * j + 2 * half] + two.y * of[4 * j + 2 * half + 1];
+      }
+      sum = OfLanes<4>(sum, [](float one, float other) { return one + other; });
+      if (Lane() % 4 == 0) to[RowOfHalf(half)] = sum;
+    }
+  }
+  // The thread's two rows, each `by` times; 0 where that is 0.
+  __device__ __forceinline__ static void WeighRows(uint32_t (&tokens)[4][4], const float (&by)[2]) {
+#pragma unroll
+    for (auto& four : tokens)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 two = Unpack(four[i]);
+        four[i] = by[i % 2] == 0 ? 0 : Pack(two.x * by[i % 2], two.y * by[i % 2]);
+      }
+  }
+  // sums += tokens state, which is waited for elsewhere; or, where a row is to get nothing, as `by` says, of
+  // a state that may have an inf, at once.
+  __device__ __forceinline__ static void AddStates(float (&sums)[kN / 2], const uint32_t (&tokens)[4][4],
+                                                   const uint8_t* state, bool all, const float (&by)[2]) {
+    if constexpr (kRuns) {
+      if (!all) {
+#pragma unroll
+        for (int box = 0; box < kN / 64; ++box) {
+          float fresh[32] = {};
+          BeginProducts();
+          MultiplyAcross(fresh, tokens, state + box * kBoxBytes);
+          CommitProducts();
+          WaitForProducts<0>();
+          Settle(fresh);
+#pragma unroll
+          for (int i = 0; i < 32; ++i)
+            if (by[i / 2 % 2] != 0) sums[32 * box + i] += fresh[i];
+        }
+        return;
+      }
+    }
+    BeginProducts();
+    MultiplyAcross(sums, tokens, state);
+    CommitProducts();
+  }
+
+  // A warpgroup: dC.
+  __device__ __forceinline__ void OfC() const {
+    float dC[kN / 2] = {};
+    WaitFull(s.group_full, 0);
+    for (int i = 0; i < Heads(); ++i) {
+      WaitFull(s.full, i);
+      const auto& stage = s.stages[i % kStages];
+      const Steps& steps = s.steps[i % kStages];
+      float seen[32], by[2];
+      BeginProducts();
+      MultiplyAlong<kN>(seen, s.C, stage.state);
+      CommitProducts();
+      uint32_t dy[4][4], weighed[4][4];
+      LoadRows(dy, stage.dy);
+      memcpy(weighed, dy, sizeof(dy));
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        by[half] = s.runs.Continues(RowOfHalf(half)) ? steps.Since(RowOfHalf(half)) : 0.f;
+      WeighRows(weighed, by);
+      WaitForProducts<0>();
+      Settle(seen);
+      AddStates(dC, weighed, stage.state, s.runs.Continues(kLast), by);
+      PutSums(EndsOf(i).of_state, dy, seen);
+      WaitForProducts<0>();
+      Settle(dC);
+      Release(s.empty[i % kStages]);
+    }
+    Finish(dC, false);
+  }
+
+  // A warpgroup: dB, and dx.
+  __device__ __forceinline__ void OfB() const {
+    float dB[kN / 2] = {};
+    WaitFull(s.group_full, 0);
+    for (int i = 0; i < Heads(); ++i) {
+      WaitFull(s.full, i);
+      const auto& stage = s.stages[i % kStages];
+      const Steps& steps = s.steps[i % kStages];
+      float dx[32], by[2], left[2];
+      BeginProducts();
+      MultiplyAlong<kN>(dx, s.B, stage.gradient);
+      CommitProducts();
+      uint32_t x[4][4];
+      LoadRows(x, stage.x);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int token = RowOfHalf(half);
+        left[half] = s.runs.AreOne(token, kLast) ? steps.Between(token, kLast) : 0.f;
+        by[half] = left[half] * steps.sizes[token];
+      }
+      WaitForProducts<0>();
+      Settle(dx);
+      PutSums(EndsOf(i).to_state, x, dx);
+      WeighRows(x, by);
+      AddStates(dB, x, stage.gradient, s.runs.AreOne(0, kLast), by);
+#pragma unroll
+      for (int j = 0; j < 32; ++j) dx[j] = left[j / 2 % 2] == 0 ? 0.f : dx[j] * left[j / 2 % 2];
+      OfTokens(i, dx);
+      WaitForProducts<0>();
+      Settle(dB);
+      Settle(dx);
+      Release(s.scores_empty[i % 2]);
+      WriteTokens(i, dx);
+    }
+    Finish(dB, true);
+    if (Lane() == 0) WaitForStores();
+  }
+  // dx through the tokens of the chunk, to be waited for.
+  __device__ __forceinline__ void OfTokens(int i, float (&dx)[32]) const {
+    WaitFull(s.scores_full, i);
+    const uint64_t scores = TileDescriptor<true>(AddressOf(s.scores[i % 2]));
+    const uint64_t dy = TileDescriptor<true>(AddressOf(s.stages[i % kStages].dy));
+    BeginProducts();
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      MultiplyTiles<Factors::kBF16, true, true>(dx, scores + k * kNextProduct<true>,
+                                                dy + k * kNextProduct<true>, 1);
+    CommitProducts();
+  }
+  // dx times steps, and through D.
+  __device__ __forceinline__ void WriteTokens(int i, float (&dx)[32]) const {
+    const int stage = i % kStages;
+    uint32_t dy[4][4];
+    if (a.D) LoadRows(dy, s.stages[stage].dy);
+    const float D = a.D ? a.D[Head(i)] : 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float step = s.steps[stage].sizes[RowOfHalf(half)];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        float(&low) = dx[4 * j + 2 * half], (&high) = dx[4 * j + 2 * half + 1];
+        low *= step, high *= step;
+        if (!a.D) continue;
+        const float2 two = Unpack(dy[j / 2][j % 2 * 2 + half]);
+        low += D * two.x, high += D * two.y;
+      }
+    }
+    Release(s.empty[stage]);
+    const uint32_t piece = AddressOf(s.pieces[WarpOfGroup()]);
+    if (Lane() == 0) WaitForReads();  // of the piece before
+    __syncwarp();
+    PutRows(piece, dx);
+    FenceAsync();
+    __syncwarp();
+    if (Lane() > 0) return;
+    StoreBox(&given.dx, piece, 0, Head(i), Token() + WarpOfGroup() * kBand, Row());
+    CommitStores();
+  }
+
+  // A warpgroup: the scores of each head, and the sum of their gradients.
+  __device__ __forceinline__ void OfScores() const {
+    float scores[32], dscores[32] = {};
+    WaitFull(s.group_full, 0);
+    BeginProducts();
+    MultiplyAlong<kN>(scores, s.C, s.B);
+    CommitProducts();
+    WaitForProducts<0>();
+    Settle(scores);
+    for (int i = 0; i < Heads(); ++i) {
+      WaitFull(s.full, i);
+      const auto& stage = s.stages[i % kStages];
+      float dots[32];
+      BeginProducts();
+      MultiplyAlong<64>(dots, stage.dy, stage.x);
+      CommitProducts();
+      WaitForProducts<0>();
+      Settle(dots);
+      WaitEmpty(s.scores_empty, i);
+      Weigh(i, scores, dots, dscores);
+    }
+    const int last = Heads();
+    WaitEmpty(s.scores_empty, last);
+    PutRows(AddressOf(s.scores[last % 2]) + WarpOfGroup() * kPieceBytes, dscores);
+    FenceAsync();
+    Release(s.scores_full[last % 2]);
+  }
+
+  // Scores of a head, for OfTokens, and what follows from dots, dy x^T.
+  __device__ __forceinline__ void Weigh(int i, const float (&scores)[32], const float (&dots)[32],
+                                        float (&dscores)[32]) const {
+    const Steps& steps = s.steps[i % kStages];
+    const int band = WarpOfGroup() * kBand;
+    const float sums_to[2] = {steps.sums[RowOfHalf(0)], steps.sums[RowOfHalf(1)]};
+    Ends& ends = EndsOf(i);
+    float of_head[32], to[2] = {};  // sums over columns
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const int first = 8 * j + ColumnOf(0);
+      float from[2] = {};  // sums over the warp's rows
+#pragma unroll
+      for (int k = 4 * j; k < 4 * j + 4; ++k) of_head[k] = 0;
+      if (8 * j < band + kBand) {
+        const float2 sums = *reinterpret_cast<const float2*>(steps.sums + first);
+        const float2 sizes = *reinterpret_cast<const float2*>(steps.sizes + first);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+          const int half = k / 2, side = k % 2, line = RowOfHalf(half), column = first + side, at = 4 * j + k;
+          const float size = side ? sizes.y : sizes.x;
+          const bool is_seen = (8 * j < band || column <= line) && s.runs.AreOne(column, line);
+          const float decay = is_seen ? Exp2(sums_to[half] - (side ? sums.y : sums.x)) : 0.f;
+          of_head[at] = is_seen ? scores[at] * decay : 0.f;
+          if (is_seen) dscores[at] += dots[at] * decay * size;
+          const float product = is_seen ? of_head[at] * dots[at] : 0.f;
+          // What a token adds to itself cancels in the gradients to decays, where it would drown the rest.
+          if (8 * j >= band && column == line)
+            ends.dots[line] = dots[at], ends.own[line] = product;
+          else
+            from[side] += product, to[half] += product * size;
+        }
+      }
+#pragma unroll
+      for (int side = 0; side < 2; ++side) {
+#pragma unroll
+        for (int by = 4; by < 32; by *= 2) from[side] += __shfl_xor_sync(~0u, from[side], by);
+        if (Lane() < 4) s.from[WarpOfGroup()][first + side] = from[side];
+      }
+    }
+    PutRows(AddressOf(s.scores[i % 2]) + WarpOfGroup() * kPieceBytes, of_head);
+    FenceAsync();
+    Release(s.scores_full[i % 2]);
+    Release(s.empty[i % kStages]);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = OfLanes<4>(to[half], [](float one, float other) { return one + other; });
+      if (Lane() % 4 == 0) ends.to[RowOfHalf(half)] = sum;
+    }
+    NamedBarrier(1, kGroup);  // the sums of all warps are there
+    const int t = threadIdx.x % kGroup;
+    if (t < kChunk) ends.from[t] = s.from[0][t] + s.from[1][t] + s.from[2][t] + s.from[3][t];
+    NamedBarrier(1, kGroup);
+  }
+
+  // The gradient of C, or of B, through scores, of all heads, and what there is of it.
+  __device__ __forceinline__ void Finish(float (&sums)[kN / 2], bool of_B) const {
+    WaitFull(s.scores_full, Heads());
+    const uint8_t* dscores = s.scores[Heads() % 2];
+    uint32_t rows[4][4];
+    if (of_B)
+      LoadColumns(rows, dscores);
+    else
+      LoadRows(rows, dscores);
+    BeginProducts();
+    MultiplyAcross(sums, rows, of_B ? s.C : s.B);
+    CommitProducts();
+    WaitForProducts<0>();
+    Settle(sums);
+    float* parts = of_B ? a.dB_parts : a.dC_parts;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int token = RowOfHalf(half);
+      if (Token() + token >= a.steps.s) continue;
+      const int64_t of_slab = int64_t(row) * a.slab.tokens + chunk * kChunk + token;
+      float* to = parts + ((of_slab * a.g + group) * a.parts + part) * a.n + ColumnOf(0);
+#pragma unroll
+      for (int j = 0; j < kN / 8; ++j)
+        if (8 * j < a.n)
+          *reinterpret_cast<float2*>(to + 8 * j) =
+              make_float2(sums[4 * j + 2 * half], sums[4 * j + 2 * half + 1]);
+    }
+  }
+};
+
+template <int kN, bool kRuns>
+__global__ void __launch_bounds__(kHopperThreads, 1)
+    te_ssd_bwd_chunks_hopper(const __grid_constant__ HopperGradArgs given) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  if (given.a.slab.first_token + int(blockIdx.y) * kChunk >= given.a.steps.s) return;
+  HopperGradients<kN, kRuns> of{given, *reinterpret_cast<HopperGradShared<kN, kRuns>*>(shared)};
+  of.Begin();
+  const int group = GroupIndex();
+  if (group == 3) {
+    GiveRegisters<40>();
+    return WarpOfGroup() == 0 ? of.Copy() : of.Through();
+  }
+  TakeRegisters<152>();
+  if (group == 0)
+    of.OfC();
+  else if (group == 1)
+    of.OfB();
+  else
+    of.OfScores();
+#else
+  __trap();  // compiled only for Hopper
+#endif
+}
+
+}  // namespace te::ssm
