@@ -153,7 +153,7 @@ struct HopperGradShared {
   Steps steps[kStages];
   Runs<kRuns> runs;
   float from[4][kChunk];  // sums over the rows of each warp
-  uint64_t full[kStages], empty[kStages], scores_full[2], scores_empty[2], group_full[1];
+  uint64_t full[kStages], empty[kStages], scores_full[2], scores_empty[2], group_full[1], sums_full[1];
 };
 
 // A chunk of some heads, one after the other, which share B and C, their scores, and sums of their gradients.
@@ -190,7 +190,7 @@ struct HopperGradients {
         InitBarrier(AddressOf(&s.full[i]), 1), InitBarrier(AddressOf(&s.empty[i]), 15);
       for (int i = 0; i < 2; ++i)
         InitBarrier(AddressOf(&s.scores_full[i]), 4), InitBarrier(AddressOf(&s.scores_empty[i]), 4);
-      InitBarrier(AddressOf(s.group_full), 1);
+      InitBarrier(AddressOf(s.group_full), 1), InitBarrier(AddressOf(s.sums_full), 4);
       FenceBarrierInit();
     }
     s.runs.Set(a.steps, Row(), Token(), threadIdx.x, kHopperThreads);
@@ -403,7 +403,8 @@ struct HopperGradients {
     CommitStores();
   }
 
-  // A warpgroup: the scores of each head, and the sum of their gradients.
+  // A warpgroup: the scores of each head, and the sum of their gradients, which has a barrier of its own: who
+  // waits for the k-th passing of one has waited for those before.
   __device__ __forceinline__ void OfScores() const {
     float scores[32], dscores[32] = {};
     WaitFull(s.group_full, 0);
@@ -428,7 +429,7 @@ struct HopperGradients {
     WaitEmpty(s.scores_empty, last);
     PutRows(AddressOf(s.scores[last % 2]) + WarpOfGroup() * kPieceBytes, dscores);
     FenceAsync();
-    Release(s.scores_full[last % 2]);
+    Release(s.sums_full[0]);
   }
 
   // Scores of a head, for OfTokens, and what follows from dots, dy x^T.
@@ -488,7 +489,7 @@ struct HopperGradients {
 
   // The gradient of C, or of B, through scores, of all heads, and what there is of it.
   __device__ __forceinline__ void Finish(float (&sums)[kN / 2], bool of_B) const {
-    WaitFull(s.scores_full, Heads());
+    WaitFull(s.sums_full, 0);
     const uint8_t* dscores = s.scores[Heads() % 2];
     uint32_t rows[4][4];
     if (of_B)

@@ -127,13 +127,19 @@ inline Action kernel;
 
 inline Cta& Mine() { return ctas[self->cta]; }
 inline void Pause() { swapcontext(&self->context, &scheduler); }
+inline uint64_t moves = 0;  // of threads past what they waited for
+template <typename Condition>
+void Await(Condition&& holds) {
+  while (!holds()) Pause();
+  ++moves;
+}
 
 inline void Meet(Meeting& m) {
   const unsigned round = m.round;
   if (++m.there == m.members)
     m.there = 0, ++m.round;
   else
-    while (m.round == round) Pause();
+    Await([&] { return m.round != round; });
 }
 inline void MeetWarp() { Meet(Mine().warps[self->index / 32]); }
 
@@ -174,16 +180,23 @@ inline void CopySomething() {
 
 inline void RunCluster(int first) {
   std::vector<Thread*> ready;
+  // Now and then a warpgroup is held back until nothing else moves: others run as far ahead as barriers let them.
+  constexpr int kNone = -1;
+  int held = random() % 4;
   for (const auto& t : threads) ready.push_back(t.get());
   for (int turns = 0, copied = 0; !ready.empty(); ++turns) {
     if (turns > copied + 100000) Fail("the threads wait for what does not come");
     std::shuffle(ready.begin(), ready.end(), random);
+    const uint64_t before = moves;
+    if (held == kNone && random() % 64 == 0) held = random() % 4;
     for (Thread* t : ready) {
+      if (t->index / 128 == held) continue;
       self = t;
       threadIdx = {unsigned(t->index), 0, 0}, blockIdx = {unsigned(first + t->cta), 0, 0};
       swapcontext(&scheduler, &t->context);
       if (!copies.empty() && random() % 64 == 0) CopySomething(), copied = turns;
     }
+    if (moves == before && (copies.empty() || random() % 64 == 0)) held = kNone;
     std::erase_if(ready, [](Thread* t) { return t->done; });
   }
   if (!copies.empty()) Fail("a CTA leaves while a copy is under way");

@@ -44,7 +44,7 @@ inline void InitBarrier(uint32_t barrier, unsigned arrivals) {
 }
 inline void FenceBarrierInit() {}
 inline void WaitBarrier(uint32_t barrier, unsigned parity) {
-  while ((BarrierOf(cluster::self->cta, barrier).phases & 1) == parity) cluster::Pause();
+  cluster::Await([=] { return (BarrierOf(cluster::self->cta, barrier).phases & 1) != parity; });
 }
 inline void ArriveExpecting(uint32_t barrier, unsigned bytes) {
   cluster::Barrier& mine = BarrierOf(cluster::self->cta, barrier);
@@ -117,10 +117,10 @@ inline void StoreBox(const void* map, uint32_t from, int x, int y, int z, int w 
 }
 inline void CommitStores() {}
 inline void WaitForReads() {
-  while (cluster::self->unread) cluster::Pause();
+  cluster::Await([] { return !cluster::self->unread; });
 }
 inline void WaitForStores() {
-  while (cluster::self->outgoing) cluster::Pause();
+  cluster::Await([] { return !cluster::self->outgoing; });
 }
 
 template <typename T>
