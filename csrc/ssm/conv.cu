@@ -1,18 +1,18 @@
 // te_causal_conv1d_fwd and te_causal_conv1d_bwd: each channel by itself, over a few tokens. A thread has
-// eight channels of some tokens and keeps in registers what the next token sees; x is read once, y written
+// four channels of some tokens and keeps in registers what the next token sees; x is read once, y written
 // once.
 
 #include "base/finish.h"
 #include "base/fp8.cuh"
 #include "base/ops.h"
+#include "base/ptx.cuh"
 
 namespace te {
 namespace {
 
-constexpr int kMost = 4;  // tokens that one sees, its own among them
-constexpr int kPast = kMost - 1;
-constexpr int kChannels = 8, kTokens = 32;  // of a thread
+constexpr int kChannels = 4, kTokens = 32;  // of a thread
 constexpr int kColumns = 32, kBands = 4;    // of threads of a CTA: in each of kBands the tokens of a thread
+constexpr int kAhead = 4;                   // tokens that a thread loads at a time, while it computes others
 
 struct ConvArgs {
   const float *kernel, *bias;  // [width, c], [c] or nullptr
@@ -21,14 +21,19 @@ struct ConvArgs {
   bool silu;
 };
 
-// What a thread knows: its channels and tokens, and the kernel with zeros in front up to kMost.
-template <typename T>
+// 1 / (1 + exp(-x)), to some 4 ulp.
+__device__ __forceinline__ float Sigmoid(float x) { return Reciprocal(1.f + Exp2(-1.44269504f * x)); }
+
+// What a thread knows: its channels and tokens, and the kernel. kRuns: tokens see only those of their run.
+template <typename T, int kWidth, bool kRuns>
 struct Conv {
+  static constexpr int kPast = kWidth - 1;
   using Vector = Vec<T, kChannels>;
+  using Vectors = Vec<T, kChannels>[kAhead];
   const ConvArgs& a;
   const int64_t row;
   const int channel, first;  // the first token
-  float kernel[kMost][kChannels], bias[kChannels];
+  Vec<float, kChannels> kernel[kWidth], bias;
 
   __device__ __forceinline__ Conv(const ConvArgs& a)
       : a(a),
@@ -36,76 +41,91 @@ struct Conv {
         channel((blockIdx.x * kColumns + threadIdx.x) * kChannels),
         first((blockIdx.y * kBands + threadIdx.y) * kTokens) {
 #pragma unroll
-    for (int tap = 0; tap < kMost; ++tap) {
-      const int mine = tap - (kMost - a.width);
-#pragma unroll
-      for (int i = 0; i < kChannels; ++i)
-        kernel[tap][i] = IsInside() && mine >= 0 ? a.kernel[int64_t(mine) * a.c + channel + i] : 0.f;
-    }
-#pragma unroll
-    for (int i = 0; i < kChannels; ++i) bias[i] = IsInside() && a.bias ? a.bias[channel + i] : 0.f;
+    for (int tap = 0; tap < kWidth; ++tap)
+      kernel[tap] =
+          IsInside() ? Load<kChannels>(a.kernel + int64_t(tap) * a.c + channel) : Vec<float, kChannels>{};
+    bias = IsInside() && a.bias ? Load<kChannels>(a.bias + channel) : Vec<float, kChannels>{};
   }
 
   __device__ __forceinline__ bool IsInside() const { return channel < a.c; }
+  __device__ __forceinline__ int End() const { return min(first + kTokens, a.s); }
   __device__ __forceinline__ int64_t At(int64_t token) const { return (row * a.s + token) * a.c + channel; }
   // In an array [b, width - 1, c], whose last token is that before the row's first.
   __device__ __forceinline__ int64_t Before(int token) const {
-    return (row * (a.width - 1) + token + a.width - 1) * a.c + channel;
+    return (row * kPast + token + kPast) * a.c + channel;
   }
   // The run of a token; what is before the row belongs to its first token's.
   __device__ __forceinline__ int Run(int token) const {
-    return a.runs ? a.runs[row * a.s + min(max(token, 0), a.s - 1)] : 0;
+    return kRuns ? a.runs[row * a.s + min(max(token, 0), a.s - 1)] : 0;
   }
   __device__ __forceinline__ Vector Input(const T* x, const T* initial, int token) const {
     if (token >= 0) return token < a.s ? Load<kChannels>(x + At(token)) : Vector{};
-    return initial && token > -a.width ? Load<kChannels>(initial + Before(token)) : Vector{};
+    return initial && token > -kWidth ? Load<kChannels>(initial + Before(token)) : Vector{};
+  }
+  // What the first token sees.
+  __device__ __forceinline__ void Begin(const T* x, const T* initial, Vector (&inputs)[kWidth],
+                                        int (&runs)[kWidth]) const {
+#pragma unroll
+    for (int i = 1; i < kWidth; ++i)
+      inputs[i] = Input(x, initial, first - kWidth + i), runs[i] = Run(first - kWidth + i);
+  }
+  // Tokens from `token` on; zeros behind the row.
+  __device__ __forceinline__ void LoadAhead(const T* from, int token, Vectors& ahead) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i)
+      ahead[i] = token + i < a.s ? Load<kChannels>(from + At(token + i)) : Vector{};
   }
 
   // The sum at a token, of the inputs from kPast tokens before it on.
-  __device__ __forceinline__ void Sum(const Vector (&inputs)[kMost], const int (&runs)[kMost],
+  __device__ __forceinline__ void Sum(const Vector (&inputs)[kWidth], const int (&runs)[kWidth],
                                       float (&sum)[kChannels]) const {
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) sum[i] = bias[i];
 #pragma unroll
-    for (int tap = 0; tap < kMost; ++tap)
-      if (tap >= kMost - a.width && runs[tap] == runs[kPast])
+    for (int tap = 0; tap < kWidth; ++tap)
+      if (!kRuns || runs[tap] == runs[kPast])
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) sum[i] += kernel[tap][i] * inputs[tap][i];
   }
 };
 
-template <typename T>
-__device__ __forceinline__ void Shift(T (&all)[kMost], const T& next) {
+template <typename T, int kCount>
+__device__ __forceinline__ void Shift(T (&all)[kCount], const T& next) {
 #pragma unroll
-  for (int i = 0; i < kPast; ++i) all[i] = all[i + 1];
-  all[kPast] = next;
+  for (int i = 0; i + 1 < kCount; ++i) all[i] = all[i + 1];
+  all[kCount - 1] = next;
 }
 
-template <typename T>
+template <typename T, int kWidth, bool kRuns>
 __global__ void __launch_bounds__(kColumns* kBands)
     te_causal_conv1d_fwd(const ConvArgs a, const T* x, const T* initial, T* y, T* last) {
-  const Conv<T> conv(a);
+  const Conv<T, kWidth, kRuns> conv(a);
   if (!conv.IsInside()) return;
-  Vec<T, kChannels> inputs[kMost] = {};
-  int runs[kMost] = {};
+  Vec<T, kChannels> inputs[kWidth] = {}, ahead[kAhead];
+  int runs[kWidth] = {};
+  conv.LoadAhead(x, conv.first, ahead);
+  conv.Begin(x, initial, inputs, runs);
+#pragma unroll 2
+  for (int from = conv.first; from < conv.End(); from += kAhead) {
+    Vec<T, kChannels> now[kAhead];
 #pragma unroll
-  for (int before = kPast; before > 0; --before) {
-    Shift(inputs, conv.Input(x, initial, conv.first - before));
-    Shift(runs, conv.Run(conv.first - before));
-  }
-#pragma unroll 4
-  for (int token = conv.first; token < min(conv.first + kTokens, a.s); ++token) {
-    Shift(inputs, conv.Input(x, initial, token));
-    Shift(runs, conv.Run(token));
-    float sum[kChannels];
-    conv.Sum(inputs, runs, sum);
-    if (a.silu)
+    for (int i = 0; i < kAhead; ++i) now[i] = ahead[i];
+    if (from + kAhead < conv.End()) conv.LoadAhead(x, from + kAhead, ahead);
 #pragma unroll
-      for (float& each : sum) each = each / (1.f + expf(-each));
-    Store(y + conv.At(token), Round<T, kChannels>(sum));
+    for (int i = 0; i < kAhead; ++i) {
+      if (from + i >= conv.End()) break;
+      Shift(inputs, now[i]);
+      Shift(runs, conv.Run(from + i));
+      float sum[kChannels];
+      conv.Sum(inputs, runs, sum);
+      if (a.silu)
+#pragma unroll
+        for (float& each : sum) each *= Sigmoid(each);
+      Store(y + conv.At(from + i), Round<T, kChannels>(sum));
+    }
   }
   if (last && blockIdx.y == 0 && threadIdx.y == 0)
-    for (int token = a.s - a.width + 1; token < a.s; ++token) {
+    for (int token = a.s - kWidth + 1; token < a.s; ++token) {
       const bool stays = conv.Run(token) == conv.Run(a.s - 1);
       Store(last + conv.Before(token - a.s), stays ? conv.Input(x, initial, token) : Vec<T, kChannels>{});
     }
@@ -120,37 +140,49 @@ struct ConvGradients {
 
 // The gradient to the sum at each token goes to the inputs that it is made of; a thread makes the inputs'
 // gradients of its tokens, and so computes again the sums of the next kPast.
-template <typename T>
+template <typename T, int kWidth, bool kRuns>
 struct Backward {
+  static constexpr int kPast = kWidth - 1;
   const ConvArgs& a;
   const ConvGradients<T>& of;
-  const Conv<T> conv;
-  Vec<T, kChannels> inputs[kMost] = {};
-  int runs[kMost] = {};
-  float sums[kMost][kChannels] = {};  // gradients to the last sums
-  float dkernel[kMost][kChannels] = {}, dbias[kChannels] = {};
+  const Conv<T, kWidth, kRuns> conv;
+  Vec<T, kChannels> inputs[kWidth] = {};
+  int runs[kWidth] = {};
+  float sums[kWidth][kChannels] = {};  // gradients to the last sums
+  float dkernel[kWidth][kChannels] = {}, dbias[kChannels] = {};
 
   __device__ __forceinline__ void Run() {
-#pragma unroll
-    for (int before = kPast; before > 0; --before) {
-      Shift(inputs, conv.Input(of.x, of.initial, conv.first - before));
-      Shift(runs, conv.Run(conv.first - before));
-    }
-    const int end = min(conv.first + kTokens, a.s), last_run = conv.Run(a.s - 1);
+    const int end = conv.End(), last_run = conv.Run(a.s - 1);
     // The inputs before the row are the first thread's.
-    const int begin = conv.first == 0 ? 1 - a.width : conv.first;
-#pragma unroll 4
-    for (int token = conv.first; token < end + kPast; ++token) {
-      Shift(inputs, conv.Input(of.x, of.initial, token));
-      Shift(runs, token < a.s ? conv.Run(token) : -1);
-      Differentiate(token, token < end);
-      const int input = token - kPast;  // which is now in all sums that it was to be in
-      if (begin <= input && input < end) WriteInput(input, last_run);
+    const int begin = conv.first == 0 ? -kPast : conv.first;
+    Vec<T, kChannels> x_ahead[kAhead], dy_ahead[kAhead];
+    conv.LoadAhead(of.x, conv.first, x_ahead);
+    conv.LoadAhead(of.dy, conv.first, dy_ahead);
+    conv.Begin(of.x, of.initial, inputs, runs);
+#pragma unroll 1
+    for (int from = conv.first; from < end + kPast; from += kAhead) {
+      Vec<T, kChannels> x[kAhead], dy[kAhead];
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) x[i] = x_ahead[i], dy[i] = dy_ahead[i];
+      if (from + kAhead < end + kPast) {
+        conv.LoadAhead(of.x, from + kAhead, x_ahead);
+        conv.LoadAhead(of.dy, from + kAhead, dy_ahead);
+      }
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        const int token = from + i, input = token - kPast;
+        if (token >= end + kPast) break;
+        Shift(inputs, x[i]);
+        Shift(runs, token < a.s ? conv.Run(token) : -1);
+        Differentiate(dy[i], token, token < end);
+        // The oldest input is now in all sums that it was to be in.
+        if (begin <= input && input < end) WriteInput(input, last_run);
+      }
     }
   }
 
   // The sum at the token, and what it gives to the kernel, if the token is the thread's.
-  __device__ __forceinline__ void Differentiate(int token, bool is_own) {
+  __device__ __forceinline__ void Differentiate(const Vec<T, kChannels>& dy, int token, bool is_own) {
 #pragma unroll
     for (int i = 0; i < kPast; ++i)
 #pragma unroll
@@ -159,20 +191,19 @@ struct Backward {
 #pragma unroll
     for (float& each : gradient) each = 0;
     if (token >= a.s) return;
-    const auto dy = Load<kChannels>(of.dy + conv.At(token));
     float sum[kChannels];
     conv.Sum(inputs, runs, sum);
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
-      const float sigmoid = 1.f / (1.f + expf(-sum[i]));
+      const float sigmoid = Sigmoid(sum[i]);
       gradient[i] = a.silu ? dy[i] * sigmoid * (1.f + sum[i] * (1.f - sigmoid)) : dy[i];
     }
     if (!is_own) return;
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) dbias[i] += gradient[i];
 #pragma unroll
-    for (int tap = 0; tap < kMost; ++tap)
-      if (tap >= kMost - a.width && runs[tap] == runs[kPast])
+    for (int tap = 0; tap < kWidth; ++tap)
+      if (!kRuns || runs[tap] == runs[kPast])
 #pragma unroll
         for (int i = 0; i < kChannels; ++i) dkernel[tap][i] += gradient[i] * inputs[tap][i];
   }
@@ -181,11 +212,11 @@ struct Backward {
   __device__ __forceinline__ void WriteInput(int input, int last_run) const {
     float dx[kChannels] = {};
 #pragma unroll
-    for (int i = 0; i < kMost; ++i)
-      if (i < a.width && runs[i] == runs[0])
+    for (int i = 0; i < kWidth; ++i)
+      if (!kRuns || runs[i] == runs[0])
 #pragma unroll
         for (int j = 0; j < kChannels; ++j) dx[j] += conv.kernel[kPast - i][j] * sums[i][j];
-    if (of.dlast && input > a.s - a.width && runs[0] == last_run) {
+    if (of.dlast && input >= a.s - kPast && (!kRuns || runs[0] == last_run)) {
       const auto dlast = Load<kChannels>(of.dlast + conv.Before(input - a.s));
 #pragma unroll
       for (int j = 0; j < kChannels; ++j) dx[j] += dlast[j];
@@ -198,36 +229,48 @@ struct Backward {
 
   // All threads of the CTA call it.
   __device__ __forceinline__ void LeaveParts() const {
-    __shared__ float parts[kBands][kMost + 1][kColumns * kChannels];
+    __shared__ float parts[kBands][kWidth + 1][kColumns * kChannels];
 #pragma unroll
     for (int i = 0; i < kChannels; ++i) {
       const int column = threadIdx.x * kChannels + i;
 #pragma unroll
-      for (int tap = 0; tap < kMost; ++tap) parts[threadIdx.y][tap][column] = dkernel[tap][i];
-      parts[threadIdx.y][kMost][column] = dbias[i];
+      for (int tap = 0; tap < kWidth; ++tap) parts[threadIdx.y][tap][column] = dkernel[tap][i];
+      parts[threadIdx.y][kWidth][column] = dbias[i];
     }
     __syncthreads();
     const int64_t part = int64_t(blockIdx.z) * gridDim.y + blockIdx.y;
-    constexpr int kWidth = kColumns * kChannels;
-    for (int i = threadIdx.y * kColumns + threadIdx.x; i < (kMost + 1) * kWidth; i += kColumns * kBands) {
-      const int line = i / kWidth, column = i % kWidth;
-      const int channel = blockIdx.x * kWidth + column, tap = line - (kMost - a.width);
+    constexpr int kAll = kColumns * kChannels;
+    for (int i = threadIdx.y * kColumns + threadIdx.x; i < (kWidth + 1) * kAll; i += kColumns * kBands) {
+      const int tap = i / kAll, column = i % kAll, channel = blockIdx.x * kAll + column;
       if (channel >= a.c) continue;
       float sum = 0;
 #pragma unroll
-      for (int band = 0; band < kBands; ++band) sum += parts[band][line][column];
-      if (line < kMost && tap >= 0) of.dkernel_parts[(part * a.width + tap) * a.c + channel] = sum;
-      if (line == kMost && of.dbias_parts) of.dbias_parts[part * a.c + channel] = sum;
+      for (int band = 0; band < kBands; ++band) sum += parts[band][tap][column];
+      if (tap < kWidth) of.dkernel_parts[(part * kWidth + tap) * a.c + channel] = sum;
+      if (tap == kWidth && of.dbias_parts) of.dbias_parts[part * a.c + channel] = sum;
     }
   }
 };
 
-template <typename T>
+template <typename T, int kWidth, bool kRuns>
 __global__ void __launch_bounds__(kColumns* kBands)
     te_causal_conv1d_bwd(const ConvArgs a, const ConvGradients<T> of) {
-  Backward<T> backward{a, of, Conv<T>(a)};
+  Backward<T, kWidth, kRuns> backward{a, of, Conv<T, kWidth, kRuns>(a)};
   if (backward.conv.IsInside()) backward.Run();
   backward.LeaveParts();
+}
+
+// Calls `run<T, width, whether there are runs>()`.
+template <typename Fn>
+Status Dispatch(const ConvArgs& a, Type type, Fn&& run) {
+  return DispatchFloat(type, [&]<typename T>() -> Status {
+    const auto of_width = [&]<int kWidth>() {
+      return a.runs ? run.template operator()<T, kWidth, true>()
+                    : run.template operator()<T, kWidth, false>();
+    };
+    if (a.width == 2) return of_width.template operator()<2>();
+    return a.width == 3 ? of_width.template operator()<3>() : of_width.template operator()<4>();
+  });
 }
 
 dim3 GridOf(const ConvArgs& a, int64_t rows) {
@@ -262,8 +305,8 @@ Status ExpectConv(const char* op, const Tensor& x, const Tensor& kernel, const T
                      {"bias", bias, F32, shapes->channels, kOptional},
                      {"segments", runs, S32, all.First(2), kOptional},
                      {"initial", initial, x.type, shapes->state, kOptional}}));
-  TE_CHECK(width >= 2 && width <= kMost && c % kChannels == 0,
-           "%s: x is %s, width %ld; pass a multiple of 8 channels", op, x.shape().c_str(), long(width));
+  TE_CHECK(width >= 2 && width <= 4 && c % 8 == 0, "%s: x is %s, width %ld; pass a multiple of 8 channels",
+           op, x.shape().c_str(), long(width));
   TE_CHECK(s <= INT32_MAX / 2 && c <= INT32_MAX / 2 && rows <= 65535 && CeilDiv(s, kBands * kTokens) <= 65535,
            "%s: x is %s, too large for one call", op, x.shape().c_str());
   return {};
@@ -279,8 +322,8 @@ Status LaunchConvFwd(cudaStream_t stream, Arg x, Arg kernel, Arg bias, Arg runs,
   TE_TRY(Expect(kOp, {{"y", y, x.type, shapes.all}, {"final", last, x.type, shapes.state, kOptional}}));
   if (shapes.rows * shapes.c == 0) return {};
   const ConvArgs args = ArgsOf(shapes, kernel, bias, runs, width, silu);
-  return DispatchFloat(x.type, [&]<typename T>() -> Status {
-    const auto run = te_causal_conv1d_fwd<T>;
+  return Dispatch(args, x.type, [&]<typename T, int kWidth, bool kRuns>() -> Status {
+    const auto run = te_causal_conv1d_fwd<T, kWidth, kRuns>;
     run<<<GridOf(args, shapes.rows), dim3(kColumns, kBands), 0, stream>>>(
         args, Data<const T>(x), Data<const T>(initial), Data<T>(y), Data<T>(last));
     TE_LAUNCHED();
@@ -306,7 +349,7 @@ Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, 
   if (shapes.c == 0) return {};
   const ConvArgs args = ArgsOf(shapes, kernel, bias, runs, width, silu);
   if (shapes.rows > 0)
-    TE_TRY(DispatchFloat(x.type, [&]<typename T>() -> Status {
+    TE_TRY(Dispatch(args, x.type, [&]<typename T, int kWidth, bool kRuns>() -> Status {
       const ConvGradients<T> of{Data<const T>(dy),
                                 Data<const T>(dlast),
                                 Data<const T>(x),
@@ -315,7 +358,7 @@ Status LaunchConvBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg kernel, 
                                 Data<T>(dinitial),
                                 Data<float>(dkernel_partials),
                                 Data<float>(dbias_partials)};
-      const auto run = te_causal_conv1d_bwd<T>;
+      const auto run = te_causal_conv1d_bwd<T, kWidth, kRuns>;
       run<<<GridOf(args, shapes.rows), dim3(kColumns, kBands), 0, stream>>>(args, of);
       TE_LAUNCHED();
     }));

@@ -1,7 +1,8 @@
 // te_ssd_bwd on Hopper, with its tensor maps.
 #include "base/check.h"
 #include "ssm/maps.h"
-#include "ssm/scan_bwd_hopper.cuh"
+#include "ssm/scan_bwd_hopper_chunks.cuh"
+#include "ssm/scan_bwd_hopper_states.cuh"
 
 namespace te::ssm {
 namespace {

@@ -10,7 +10,12 @@ import pytest
 from . import library
 
 _SHARED = "extern __shared__ __align__(1024) uint8_t shared[];"
-_KERNELS = ("gemm/gemm_grouped.cuh", "ssm/scan_hopper.cuh", "ssm/scan_bwd_hopper.cuh")
+_KERNELS = (
+    "gemm/gemm_grouped.cuh",
+    "ssm/scan_hopper.cuh",
+    "ssm/scan_bwd_hopper_chunks.cuh",
+    "ssm/scan_bwd_hopper_states.cuh",
+)
 
 
 def compiled(folder: Path, name: str) -> Path:

@@ -4,7 +4,8 @@
 #include "cluster.h"
 //
 #include "ssm/scan_bwd_ends.cuh"
-#include "ssm/scan_bwd_hopper.cuh"
+#include "ssm/scan_bwd_hopper_chunks.cuh"
+#include "ssm/scan_bwd_hopper_states.cuh"
 
 namespace {
 
