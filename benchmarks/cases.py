@@ -55,12 +55,14 @@ class Case:
         tflops, tbs = (amount / (ms * 1e-3) / 1e12 if amount else None for amount in (self.flops, self.bytes))
         return tflops, tbs
 
-    def floor_ms(self, ceilings: dict) -> float:
-        """The time that the work takes at the ceilings of `ceilings.measure`: the multiplications, or the traffic if
-        that takes longer."""
+    def products_ms(self, ceilings: dict) -> float:
+        """The time that the multiplications take at the ceilings of `ceilings.measure`."""
         at = lambda amount, name: amount / (ceilings[name]["sustained"] * 1e12) * 1e3
-        products = at(self.fp8_flops, "fp8") + at(self.flops - self.fp8_flops, "bf16")
-        return max(products, at(self.bytes, "copy"))
+        return at(self.fp8_flops, "fp8") + at(self.flops - self.fp8_flops, "bf16")
+
+    def floor_ms(self, ceilings: dict) -> float:
+        """`products_ms`, or the time of the traffic if that takes longer."""
+        return max(self.products_ms(ceilings), self.bytes / (ceilings["copy"]["sustained"] * 1e12) * 1e3)
 
     def peer_ms(self, figure: float, unit: str) -> float:
         """A published figure as ms; `unit` is "ms", "TFLOP/s" or "TB/s"."""

@@ -12,16 +12,16 @@ _SECONDS = 1.0  # of calls; the clock settles within some 0.1 s
 UNITS = {"copy": "TB/s", "fp8": "TFLOP/s", "bf16": "TFLOP/s"}
 
 
-def measure(tiny: bool = False) -> dict[str, dict[str, float]]:
+def measure(tiny: bool = False, metered: Callable = contextlib.nullcontext) -> dict[str, dict[str, float]]:
     """{"copy": {"sustained": TB/s, "brief": TB/s}, "fp8": ... TFLOP/s, "bf16": ...}
 
     sustained: over a second of calls, at the clock that the power limit leaves. brief: the best of some bursts of 10.
-    copy is the better of a device-to-device memcpy and a kernel; fp8 accumulates fast.
+    copy is the better of a device-to-device memcpy and a kernel; fp8 accumulates fast. metered: as `copy` has it.
     """
     size = 64 if tiny else 8192
     products = {"fp8": fp8_gemm(size, size, size, fast_accum=True), "bf16": bf16_gemm(size, size, size)}
     return {
-        "copy": copy(tiny),
+        "copy": copy(tiny, metered),
         **{name: _rates(call, 2 * size**3, tiny) for name, call in products.items()},
     }
 

@@ -18,7 +18,7 @@ from te_jax.ops.formats import ROWS_128, SQUARES_128, TENSOR
 from te_jax.ops.gemm.dense import gemm
 from te_jax.ops.gemm.grouped import gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 
-from . import torch_gemm
+from . import torch_peers
 from .cases import Case
 from .experts import Experts, groups, models
 from .ops import E4M3, E5M2
@@ -187,7 +187,7 @@ class Product:
 
     def _torch(self, fp8: bool, calls: int, repeat: int) -> list[float]:
         sizes = dict(fp8=fp8, contracted=self.contracted, n=self.n, k=self.k, counts=self.model.counts)
-        return [torch_gemm.measure_grouped(calls, **sizes) for _ in range(repeat)]
+        return [torch_peers.measure_grouped(calls, **sizes) for _ in range(repeat)]
 
     def _ragged(self) -> Call:
         """Rows without padding; weights [E, k, n], as `ragged_dot` has them."""

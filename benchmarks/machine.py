@@ -19,7 +19,7 @@ import jax
 import te_jax
 from te_jax.core import extension
 
-_PACKAGES = "jax jaxlib flax jax-cuda13-plugin nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-runtime torch"
+_PACKAGES = "jax jaxlib flax jax-cuda13-plugin nvidia-cublas nvidia-cudnn-cu13 nvidia-cuda-runtime torch triton"
 _LIBRARIES = ("cuda", "cublaslt", "cudnn")
 
 

@@ -18,7 +18,7 @@ from te_jax.ops.quantize import norm as norm_op
 from te_jax.ops.quantize.array import quantize
 from te_jax.ops.rope import rope
 
-from . import attention, op_cases, torch_gemm
+from . import attention, op_cases, torch_peers
 from .cases import Case
 from .timing import compiled, normal, on_gpu, passes, queued, sets
 
@@ -115,7 +115,7 @@ def _turns(shape, accumulation, times, calls, repeat):
     """-> ms of ours and ms of torch's, in turns. An H200 under GEMMs draws all its power and its clock follows: by 15 %
     in the first 0.3 s, by some 5 % after that. In turns both have the same clock."""
     call = fp8_gemm(*shape, times=times, fast_accum=accumulation == "fast")
-    turn = lambda calls: (queued(call, calls, 1)[0], times * torch_gemm.measure(shape, accumulation, calls * times))
+    turn = lambda calls: (queued(call, calls, 1)[0], times * torch_peers.measure(shape, accumulation, calls * times))
     began = time.perf_counter()
     while time.perf_counter() - began < 0.5:
         turn(calls)
@@ -125,7 +125,7 @@ def _turns(shape, accumulation, times, calls, repeat):
 def _ours_and_torch(row, shape, accumulation, times=1):
     """The rows of one GEMM by te_jax and, where there is torch, by torch."""
     impls = [f"{who} fp8 {accumulation}" for who in ("te_jax", "torch")]
-    if not (on_gpu() and torch_gemm.available()):
+    if not (on_gpu() and torch_peers.available()):
         yield row(impls[0], partial(fp8_gemm, *shape, times=times, fast_accum=accumulation == "fast"))
         return
     for i, impl in enumerate(impls):

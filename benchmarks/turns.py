@@ -3,7 +3,8 @@ clock that the GPU's power limit leaves; with the mean power and clock of each.
 
 Time is wall time of jitted calls issued back to back. All results are returned, data is random. `of bound` is the least
 time of a row over its own: the larger of its bytes at the rate of a copy (`copy_tbs`) and of the time that the row it
-names as its bound has in the same turns. What fails is a row with its error.
+names as its bound has in the same turns. A row that names none has its products at `ceilings` instead, where the run
+measured them. What fails is a row with its error.
 """
 
 import itertools
@@ -31,6 +32,7 @@ from . import (
     report,
     run,
     small,
+    ssm,
     timing,
 )
 from .cases import Case
@@ -39,7 +41,9 @@ _ROUNDS = 4  # that count
 _TRACED = 3  # steps
 _COMPILED_AT_ONCE = 8
 _SECONDS, _QUICK_SECONDS = 1.2, 0.1  # of a contender, in all of these
-_ENERGY_SECONDS = 4.8  # the driver counts joules by tenths of a second
+# energy: the driver counts joules by tenths of a second; ssm: short calls, and many of them.
+_OWN_SECONDS = {"energy": 4.8, "ssm": 0.8}
+_WITH_CEILINGS = {"ssm"}  # suites that measure `ceilings`, since no row bounds the others
 
 SUITES = {
     "grouped": (
@@ -51,6 +55,7 @@ SUITES = {
     "small": (small.cases, "steps of small layers, in turns with Flax"),
     "energy": (layers.energy_cases, "whole layers forward and backward, in turns with Flax: joules of a step"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
+    "ssm": (ssm.cases, "Mamba-2's scan, convolution and block, in turns with mamba_ssm's kernels"),
 }
 
 OWN_OPTIONS = {"ep": dict(strategies=None, pieces=None)}  # of a suite, with their defaults; its cases get them
@@ -100,11 +105,9 @@ class Contender:
             self.row["error"] = f"{type(error).__name__}: {error}"
             self.call = self.ms_of = None
 
-    def result(self) -> dict:
-        """The row, but for what other rows say of it."""
+    def finish(self):
+        """Completes the row, but for what other rows say of it."""
         self.call = self.ms_of = None  # its data goes
-        if "error" in self.row:
-            return self.row
         times, case = self.times[1:], self.case
         ms = statistics.median(times)
         tflops, tbs = case.rates(ms)
@@ -112,14 +115,20 @@ class Contender:
         tokens = {"us_per_token": ms * 1e3 / case.tokens} if case.tokens else {}
         draw = self.draw.row()
         joules = {"joules": draw["power"] * ms / 1e3} if "power" in draw else {}
-        return row | {"tflops": tflops, "tbs": tbs} | tokens | draw | joules | case.figures(ms)
+        self.row = row | {"tflops": tflops, "tbs": tbs} | tokens | draw | joules | case.figures(ms)
 
 
 def measure(
-    cases: list[Case], seconds: float, meter: machine.Meter, copy_tbs: float, at_once: int = _COMPILED_AT_ONCE
+    cases: list[Case],
+    seconds: float,
+    meter: machine.Meter,
+    copy_tbs: float,
+    at_once: int = _COMPILED_AT_ONCE,
+    found: dict | None = None,
 ) -> list[dict]:
     """The rows of cases of one name, each for `seconds` in all of `_ROUNDS` rounds, after one that does not count.
-    copy_tbs: TB/s that the memory moves at best. at_once: contenders that are compiled at once."""
+    copy_tbs: TB/s that the memory moves at best. at_once: contenders that are compiled at once. found: the ceilings of
+    `ceilings.measure`, or None."""
     contenders = [Contender(case) for case in cases]
     prepare = lambda contender: contender.attempt(contender.prepare)
     prepare(contenders[0])  # by itself: what all share is made once
@@ -130,15 +139,16 @@ def measure(
             contender.attempt(contender.turn, seconds / _ROUNDS, meter, number > 0)
     for contender in contenders:
         contender.attempt(contender.trace)
-    return _compared(cases, [contender.result() for contender in contenders], copy_tbs)
+        contender.attempt(contender.finish)
+    return _compared(cases, [contender.row for contender in contenders], copy_tbs, found)
 
 
-def _compared(cases: list[Case], rows: list[dict], copy_tbs: float) -> list[dict]:
+def _compared(cases: list[Case], rows: list[dict], copy_tbs: float, found: dict | None) -> list[dict]:
     """The rows, each with its least time, and that over the others'. A row whose bound failed has none."""
     ms = {row["impl"]: row.get("ms") for row in rows}
     for case, row in zip(cases, rows, strict=True):
-        products = ms.get(case.bound, 0.0)
-        if "ms" in row and products is not None and case.bytes and case.bound != case.impl:
+        products = ms.get(case.bound, case.products_ms(found) if found else 0.0)
+        if "ms" in row and products is not None and (case.bytes or found) and case.bound != case.impl:
             row["bound_ms"] = max(case.bytes / copy_tbs / 1e9, products)
             row["of_bound"] = row["bound_ms"] / row["ms"]
         if "ms" in row and (others := [impl for impl in case.beside if ms.get(impl)]):
@@ -158,18 +168,23 @@ def chosen(cases: Iterable[Case], only: str | None) -> list[list[Case]]:
 
 
 def measure_all(groups: list[list[Case]], args) -> dict:
-    seconds = _QUICK_SECONDS if args.quick else _ENERGY_SECONDS if args.command == "energy" else _SECONDS
+    seconds = _QUICK_SECONDS if args.quick else _OWN_SECONDS.get(args.command, _SECONDS)
     at_once = 1 if args.tune else _COMPILED_AT_ONCE  # algorithms are timed where nothing else runs
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say(machine.line(result["machine"]))
     began, meter, draw = time.perf_counter(), machine.Meter(), machine.Draw()
-    copies = ceilings.copy(args.tiny, lambda: meter.onto(draw))
+    of_copies = lambda: meter.onto(draw)
+    if args.command in _WITH_CEILINGS:
+        result["ceilings"] = ceilings.measure(args.tiny, of_copies)
+        copies = result["ceilings"]["copy"]
+    else:
+        copies = ceilings.copy(args.tiny, of_copies)
     result["copy_tbs"] = copy_tbs = max(copies.values())
     if "power" in draw.row():
         result["copy_joules_per_gb"] = draw.row()["power"] / copies["sustained"] / 1e3
     for number, group in enumerate(groups, 1):
-        rows = measure(group, seconds, meter, copy_tbs, at_once)
+        rows = measure(group, seconds, meter, copy_tbs, at_once, result.get("ceilings"))
         result["rows"] += rows
         for row in rows:
             ms, bound = row.get("ms"), row.get("of_bound")

@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from benchmarks import experts, machine, moe, timing, torch_gemm, turns
+from benchmarks import experts, machine, moe, timing, torch_peers, turns
 from benchmarks.__main__ import main
 from benchmarks.cases import Case
 
@@ -141,12 +141,14 @@ def test_without_a_gpu_full_sizes_of_turns_are_refused(capsys):
 
 
 FAKE_TORCH = """
-import types
+from unittest.mock import MagicMock
 class Array:
-    to = t = transpose = cumsum = lambda self, *args, **options: self
+    to = t = transpose = cumsum = exp = requires_grad_ = lambda self, *args, **options: self
+    __mul__ = __sub__ = __neg__ = to
 randn = ones = tensor = lambda *args, **options: Array()
-bfloat16 = float8_e4m3fn = int32 = None
-cuda = types.SimpleNamespace(synchronize=lambda: None)
+bfloat16 = float8_e4m3fn = float32 = int32 = None
+cuda, autograd = MagicMock(), MagicMock()
+cuda.memory_allocated.return_value, cuda.max_memory_allocated.return_value = 30, 100
 _scaled_mm = _grouped_mm = lambda *args, **options: Array()
 def _scaled_grouped_mm(*args, **options):
     raise ValueError("no such kernel")
@@ -157,19 +159,26 @@ def test_torch_in_a_process_of_its_own(tmp_path, monkeypatch):
     """Its errors are ours, and the next request gets another process."""
     (tmp_path / "torch.py").write_text(FAKE_TORCH)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setattr(torch_gemm, "available", lambda: True)
-    torch_gemm._process.cache_clear()
+    monkeypatch.setattr(torch_peers, "available", lambda: True)
+    torch_peers._process.cache_clear()
     sizes = dict(contracted=True, n=32, k=64, counts=[3, 0, 17])
-    assert torch_gemm.measure((32, 16, 16), "fast", 2) > 0
+    scan = dict(shape=(1, 8, 4, 2, 16, 32), backward=True)
+    assert torch_peers.measure((32, 16, 16), "fast", 2) > 0
     with pytest.raises(RuntimeError, match="^ValueError: no such kernel$"):
-        torch_gemm.measure_grouped(2, fp8=True, **sizes)
-    assert torch_gemm.measure_grouped(2, fp8=False, **sizes) > 0
-    torch_gemm._process().stdin.close()
-    torch_gemm._process().wait()
-    torch_gemm._process.cache_clear()
-    monkeypatch.setattr(torch_gemm, "available", lambda: False)
+        torch_peers.measure_grouped(2, fp8=True, **sizes)
+    assert torch_peers.measure_grouped(2, fp8=False, **sizes) > 0
+    with pytest.raises(RuntimeError, match="No module named 'mamba_ssm'"):
+        torch_peers.measure_scan(2, graph=False, **scan)
+    module = tmp_path / "mamba_ssm/ops/triton/ssd_combined.py"
+    module.parent.mkdir(parents=True)
+    module.write_text("mamba_chunk_scan_combined = lambda *operands, **options: operands")
+    assert torch_peers.measure_scan(2, graph=True, **scan) > 0 and torch_peers.peak_of_scan(**scan) == 70
+    torch_peers._process().stdin.close()
+    torch_peers._process().wait()
+    torch_peers._process.cache_clear()
+    monkeypatch.setattr(torch_peers, "available", lambda: False)
     with pytest.raises(RuntimeError, match="torch is not installed"):
-        torch_gemm.measure_grouped(2, fp8=False, **sizes)
+        torch_peers.measure_grouped(2, fp8=False, **sizes)
 
 
 class FakeNvml:

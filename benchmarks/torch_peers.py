@@ -1,7 +1,7 @@
-"""torch's GEMMs, in a process of their own: two frameworks would fight for one GPU's memory.
+"""torch's GEMMs and mamba_ssm's scan, in a process of their own: two frameworks would fight for one GPU's memory.
 
 As a program: reads lines {"kind": a name in `_KINDS`, "calls": n, "sizes": its arguments} from stdin, and answers each
-on stdout with {"ms": per call}; or with {"error": text}, and ends.
+on stdout with {"ms": per call}, where n is 0 with {"peak_bytes": of a call}; or with {"error": text}, and ends.
 """
 
 import importlib.util
@@ -12,16 +12,18 @@ import time
 from functools import cache, lru_cache
 
 _WARM_UP = 5
+_BEFORE_CAPTURE = 3  # calls
 _ALIGNED = 16  # bytes: torch's grouped products want groups to begin at such
 
 
-def available() -> bool:
-    return importlib.util.find_spec("torch") is not None
+def available(*packages: str) -> bool:
+    """Whether torch is installed, and these packages."""
+    return all(importlib.util.find_spec(package) for package in ("torch", *packages))
 
 
 def measure(shape, accumulation: str, calls: int) -> float:
     """ms per call of torch._scaled_mm, "fast" or "split", `calls` of them issued back to back after a warm-up."""
-    return _ask("scaled_mm", calls, shape=shape, fast=accumulation == "fast")
+    return _ask("scaled_mm", calls, shape=shape, fast=accumulation == "fast")["ms"]
 
 
 def measure_grouped(calls: int, **sizes) -> float:
@@ -34,21 +36,36 @@ def measure_grouped(calls: int, **sizes) -> float:
 
     Raises RuntimeError with torch's text where it fails.
     """
-    return _ask("grouped_mm", calls, **sizes)
+    return _ask("grouped_mm", calls, **sizes)["ms"]
 
 
-def _ask(kind: str, calls: int, **sizes) -> float:
+def measure_scan(calls: int, graph: bool, **sizes) -> float:
+    """ms per call of mamba_ssm's `mamba_chunk_scan_combined`, likewise: its kernels are Triton's.
+
+    graph: as a CUDA graph, so that launches do not count; else eager.
+    shape: (b, s, h, g, p, n) of x, B and C.
+    backward: with the gradients of all operands.
+    """
+    return _ask("scan", calls, graph=graph, **sizes)["ms"]
+
+
+def peak_of_scan(**sizes) -> int:
+    """The bytes of operands, results and temporaries of an eager call, at the most that torch had allocated at once."""
+    return _ask("scan", 0, graph=False, **sizes)["peak_bytes"]
+
+
+def _ask(kind: str, calls: int, **sizes) -> dict:
     if not available():
         raise RuntimeError("torch is not installed")
     process = _process()
     process.stdin.write(json.dumps({"kind": kind, "calls": calls, "sizes": sizes}) + "\n")
     process.stdin.flush()
     line = process.stdout.readline()
-    answer = json.loads(line) if line else {"error": f"torch_gemm.py ended with {process.wait()}; its error is above"}
+    answer = json.loads(line) if line else {"error": f"torch_peers.py ended with {process.wait()}; its error is above"}
     if "error" in answer:
         _process.cache_clear()  # an error may have spoiled its GPU's context
         raise RuntimeError(answer["error"])
-    return answer["ms"]
+    return answer
 
 
 @cache
@@ -85,10 +102,49 @@ def _grouped_mm(torch, fp8, contracted, n, k, counts):
     return lambda: torch._scaled_grouped_mm(lhs, rhs, *scales, **options)
 
 
-_KINDS = {"scaled_mm": _scaled_mm, "grouped_mm": _grouped_mm}
+def _scan(torch, shape, backward, graph):
+    from mamba_ssm.ops.triton.ssd_combined import mamba_chunk_scan_combined
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    b, s, h, g, p, n = shape
+    A, D, bias = (normal(h, dtype=torch.float32) for _ in range(3))
+    x, dt, B, C = normal(b, s, h, p), normal(b, s, h), normal(b, s, g, n) * 0.1, normal(b, s, g, n)
+    operands = [a.requires_grad_(backward) for a in (x, dt, -A.exp(), B, C, D, bias - 4)]
+    dy = normal(b, s, h, p) if backward else None
+
+    def forward():
+        *tokens, D, bias = operands
+        return mamba_chunk_scan_combined(*tokens, chunk_size=256, D=D, dt_bias=bias, dt_softplus=True)
+
+    run = (lambda: torch.autograd.grad(forward(), operands, dy)) if backward else forward
+    return _graph(torch, run) if graph else run
 
 
-def _answer(torch, run, calls: int) -> dict:
+def _graph(torch, run):
+    """`run` as one launch. What it does at first, as to choose kernels by timing, is done before."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(_BEFORE_CAPTURE):
+            run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = run()
+
+    def replay():
+        graph.replay()
+        return results
+
+    return replay
+
+
+_KINDS = {"scaled_mm": _scaled_mm, "grouped_mm": _grouped_mm, "scan": _scan}
+
+
+def _timed(torch, run, calls: int) -> dict:
     for number in (_WARM_UP, calls):
         torch.cuda.synchronize()
         began = time.perf_counter()
@@ -98,18 +154,30 @@ def _answer(torch, run, calls: int) -> dict:
     return {"ms": (time.perf_counter() - began) / calls * 1e3}
 
 
+def _peak(torch, kind: str, sizes: dict) -> dict:
+    """On operands of its own, so that what is kept for other requests does not count."""
+    before = torch.cuda.memory_allocated()
+    run = _KINDS[kind](torch, **sizes)
+    run()  # which may choose kernels by timing
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    run()
+    torch.cuda.synchronize()
+    return {"peak_bytes": torch.cuda.max_memory_allocated() - before}
+
+
 def main():
     import torch
 
-    @lru_cache(2)  # FP8 and bf16 of one case take turns
+    @lru_cache(2)  # FP8 and bf16 of one case take turns, or eager and a CUDA graph
     def made(kind, sizes):
         return _KINDS[kind](torch, **json.loads(sizes))
 
     for line in sys.stdin:
-        request = json.loads(line)
+        kind, calls, sizes = map(json.loads(line).get, ("kind", "calls", "sizes"))
         try:
-            run = made(request["kind"], json.dumps(request["sizes"]))
-            print(json.dumps(_answer(torch, run, request["calls"])), flush=True)
+            answer = _timed(torch, made(kind, json.dumps(sizes)), calls) if calls else _peak(torch, kind, sizes)
+            print(json.dumps(answer), flush=True)
         except Exception as error:  # of any kind: its text is the answer
             print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
             return
