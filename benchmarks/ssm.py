@@ -1,8 +1,8 @@
 """Cases of Mamba-2: the scan, next to mamba_ssm's Triton kernels, eager and as a CUDA graph, where these are installed;
 rows of growing length; the convolution; and the whole block in bf16 and FP8.
 
-The scan's step with a backward pass returns the gradients of all operands, not y: mamba_ssm's is autograd's of the same
-operands. `peak_bytes` of mamba_ssm is what torch had allocated at most, te_jax's is XLA's account of the call.
+The scan's step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes`
+of mamba_ssm is what torch had allocated at most, te_jax's is XLA's account of the call.
 """
 
 from collections.abc import Iterator
@@ -54,12 +54,12 @@ class Scan:
         return 2 * self.batch * self.seq * of_token * (3 if backward else 1)
 
     def bytes(self, backward: bool) -> float:
-        """Each operand once, and y; backward each operand and its gradient, and dy. x, B, C and dt are of two bytes, A,
+        """Each operand once, and y; with the backward pass dy and gradients, too. x, B, C and dt are of two bytes, A,
         D and dt_bias of four."""
         y = 2 * self.batch * self.seq * self.heads * self.p
         of_token = self.heads * self.p + self.heads + 2 * self.groups * self.n
         operands = 2 * self.batch * self.seq * of_token + 4 * 3 * self.heads
-        return operands * (2 if backward else 1) + y
+        return (operands + y) * (2 if backward else 1)
 
     def operands(self) -> tuple[jax.Array, ...]:
         """x, dt, A, B, C, D and dt_bias, with steps around 0.02."""
@@ -71,8 +71,12 @@ class Scan:
     def build(self, backward: bool) -> Call:
         if not backward:
             return compiled(scan, [self.operands()])
-        gradients = lambda operands, dy: jax.vjp(scan, *operands)[1](dy)
-        return compiled(gradients, [(self.operands(), normal(4, (self.batch, self.seq, self.heads, self.p)))])
+
+        def both(operands, dy):
+            y, pull = jax.vjp(scan, *operands)
+            return y, pull(dy)
+
+        return compiled(both, [(self.operands(), normal(4, (self.batch, self.seq, self.heads, self.p)))])
 
     def cases(self, peers: bool) -> Iterator[Case]:
         """peers: with those that they have."""

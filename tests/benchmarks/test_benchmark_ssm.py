@@ -20,7 +20,7 @@ def test_bytes_of_a_scan(scan):
     y = jax.eval_shape(ssm.scan, *operands)
     of = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays)
     assert scan.bytes(backward=False) == of((*operands, y))
-    assert scan.bytes(backward=True) == of((*operands, *operands, y))
+    assert scan.bytes(backward=True) == of((*operands, *operands, y, y))
 
 
 def test_flops():

@@ -41,7 +41,7 @@ SOURCES = (
     "scan_bwd_states",
     "steps",
     "finish",
-)  # no tensor cores, no asynchronous copies
+)  # no tensor cores of warpgroups, no copies by tensor maps
 
 _LAUNCH = re.compile(r"(\w+)<<<(.+?), (.+?), (.+?), stream>>>\((.*?)\);", re.DOTALL)
 _LAUNCH_EX = re.compile(r"TE_CUDA\(cudaLaunchKernelEx\(&(\w+), (\w+), (\w+)\)\);")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ssm_oracle as oracle
 
-from te_jax.ops.ssm import causal_conv1d, scan, ssd
+from te_jax.ops.ssm import causal_conv1d, pieces, scan, ssd
 
 pytestmark = pytest.mark.gpu
 # s, h, g, p, n, type of dt, absent: tiles that are full, and not; one token, a chunk of 64, one more, some of the 512
@@ -34,6 +34,16 @@ def test_scan(rng, monkeypatch, s, h, g, p, n, of_dt, absent):
     monkeypatch.setattr(scan, "_SLAB_BYTES", 1 << 20)
     monkeypatch.setattr(scan, "_CTAS", 2)
     check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
+
+
+@pytest.mark.parametrize("absent", [(), ("segments", "initial_state")], ids=str)
+def test_scan_in_pieces(rng, monkeypatch, absent):
+    """A few long rows, of which pieces are scanned at the same time."""
+    monkeypatch.setattr(pieces, "_LEAST", scan.KEPT)
+    monkeypatch.setattr(pieces, "_FEW", 2)
+    s, h, g, p, n = 1024, 1, 1, 8, 8
+    assert pieces.pieces_of(jnp.zeros((6, s, h, p)), scan.KEPT) == 2
+    check_scan(rng, s, h, g, p, n, jnp.bfloat16, ("z", *absent), gradients=True)
 
 
 @pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", LITTLE)

@@ -19,6 +19,7 @@ from te_jax.core.types import align, like
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm.conv import check_shape
+from te_jax.ops.ssm.pieces import Pieces, cut, joined, pieces_of
 from te_jax.ops.ssm.runs import one_batch, runs_and_rows, runs_of
 
 KEPT = 512
@@ -241,8 +242,18 @@ def _cuda(call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
         return _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
     dt = dt if dt.dtype == x.dtype else dt.astype(jnp.float32)
     runs, x1, dt, B, C, z, initial = runs_and_rows(x.ndim - 3, segments, x, dt, B, C, z, initial)
+    if (count := pieces_of(x1, KEPT)) > 1:
+        runs, x1, dt, B, C, z = (cut(a, count) for a in (runs, x1, dt, B, C, z))
+        steps, pieces = _pieces(count, dt, A, dt_bias, runs, **attrs)
+        initial = pieces.begin(x1, steps, B, initial)
     results = call(x1, dt, A, B, C, D, z, dt_bias, runs, initial, **attrs)
+    results = [joined(a, count, x.shape[-2], True) for a in results]
     return [a.reshape(*x.shape[:-3], *a.shape[1:]) for a in results]
+
+
+def _pieces(count, dt, A, dt_bias, runs, *, softplus, least, most, **_):
+    steps = step_sizes(dt, dt_bias, softplus=softplus, least=least, most=most, wide=jnp.float32)
+    return steps, Pieces(count, steps * A, runs)
 
 
 def _scan_bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs):
@@ -251,8 +262,12 @@ def _scan_bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, st
     if not fits or not _has_scan_kernel(128, x, B, C, A, D, dt_bias, dfinal, states):
         return _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs)
     runs, dy, dfinal, x1, dt, B, C, states = runs_and_rows(x.ndim - 3, segments, dy, dfinal, x, dt, B, C, states)
+    if (count := pieces_of(x1, KEPT)) > 1:
+        runs, dy, x1, dt, B, C, states = (cut(a, count) for a in (runs, dy, x1, dt, B, C, states))
+        dfinal = _pieces(count, dt, A, dt_bias, runs, **attrs)[1].end(dy, C, dfinal)
     slab = _slab(*x1.shape, B.shape[-1], B.shape[-2])
     grads = call(dy, dfinal, x1, dt, A, B, C, D, None, dt_bias, runs, states, **attrs, **slab)
+    grads = [joined(a, count, x.shape[-2], False) for a in grads]
     return [a if a.ndim <= 2 else a.reshape(*x.shape[:-3], *a.shape[1:]) for a in grads]
 
 

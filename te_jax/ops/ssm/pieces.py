@@ -1,0 +1,93 @@
+"""A few long rows in pieces, which the kernels scan at the same time as rows of their own: the state that each piece
+begins with, and the gradient to the state that it ends with, from one sum over the tokens of each piece."""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from te_jax.ops.formats import ceil_div
+
+_CTAS = 132  # of an H100, which a head of a row has one of
+_CHANNELS = 64  # of a CTA
+_FEW = 4  # pieces: fewer gain less than the sums cost
+_LEAST = 4096  # tokens of a piece, more than a row has heads
+
+
+def pieces_of(x: jax.Array, kept: int) -> int:
+    """How many pieces, of equal length and a multiple of `kept` tokens, the rows of x [rows, s, h, p] are cut in; 1: they
+    stay whole."""
+    rows, s, h, p = x.shape
+    most = min(_CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // _LEAST)
+    return max((count for count in range(_FEW, most + 1) if s % (count * kept) == 0), default=1)
+
+
+def cut(a: jax.Array | None, count: int) -> jax.Array | None:
+    """[rows, s, ...] -> [rows count, s / count, ...]. None stays."""
+    return None if a is None else a.reshape(a.shape[0] * count, a.shape[1] // count, *a.shape[2:])
+
+
+def joined(a: jax.Array, count: int, h: int, of_end: bool) -> jax.Array:
+    """A result of pieces, of rows: [rows count, s / count, ...] -> [rows, s, ...], and of states [rows count, h, ...]
+    those of the last pieces, or the first. Sums over rows stay."""
+    if a.ndim <= 2:
+        return a
+    if a.shape[1] == h:
+        return a[count - 1 :: count] if of_end else a[::count]
+    return a.reshape(a.shape[0] // count, a.shape[1] * count, *a.shape[2:])
+
+
+class Pieces(NamedTuple):
+    """What is left of states: k pieces of l tokens, `count` of them in each row."""
+
+    count: int
+    logs: jax.Array  # f32[k, l, h], of how much of a state a token leaves
+    runs: jax.Array | None  # i32[k, l]
+
+    def begin(self, x, steps, B, initial):
+        """f32[k, h, p, n], the states that pieces begin with. x [k, l, h, p], steps f32[k, l, h], B [k, l, g, n],
+        initial f32[rows, h, p, n] or None."""
+        until = jnp.cumsum(self.logs[:, ::-1], 1)[:, ::-1] - self.logs  # of a token, at the end
+        ends = self._sums(x, steps * jnp.exp(until), B, self._is_of(-1))
+        return self._passed(ends, initial, reverse=False)
+
+    def end(self, dy, C, dfinal):
+        """f32[k, h, p, n], the gradients to the states that pieces end with. dy [k, l, h, p], C [k, l, g, n], dfinal
+        f32[rows, h, p, n] or None."""
+        begins = self._sums(dy, jnp.exp(jnp.cumsum(self.logs, 1)), C, self._is_of(0))
+        return self._passed(begins, dfinal, reverse=True)
+
+    def _is_of(self, token):
+        return None if self.runs is None else self.runs == self.runs[:, token, None]
+
+    def _sums(self, x, weights, B, counts):
+        """Sums over tokens of weights x B', products on the tensor cores; of the tokens that count, for 0 times an inf
+        would stay."""
+        groups = B.shape[2]
+        only = lambda a: a if counts is None else jnp.where(counts[:, :, None, None], a, 0)
+        x = only((x * weights[..., None]).astype(x.dtype)).reshape(*x.shape[:2], groups, -1, x.shape[-1])
+        sums = jnp.einsum("klgrp,klgn->kgrpn", x, only(B), preferred_element_type=jnp.float32)
+        return sums.reshape(sums.shape[0], -1, *sums.shape[3:])
+
+    def _passed(self, sums, first, reverse):
+        """What each piece gets from those before it, or behind it: `sums`, and what they leave of what they got."""
+        rows = lambda a: jnp.moveaxis(a.reshape(-1, self.count, *a.shape[1:]), 1, 0)  # [count, rows, ...]
+        keeps, sums = rows(jnp.exp(jnp.sum(self.logs, 1))), rows(sums)
+        whole = together = jnp.ones(keeps.shape[:2], bool)
+        if self.runs is not None:
+            begins, ends = rows(self.runs[:, 0]), rows(self.runs[:, -1])
+            together = ends[:-1] == begins[1:]
+            whole = begins == ends
+            edge = jnp.ones_like(whole[:1])
+            together = jnp.concatenate([edge, together] if reverse else [together, edge])
+        wide = lambda a: a[..., None, None, None]
+
+        def body(state, piece):
+            keep, sum_, is_whole, is_one = piece
+            left = jnp.where(wide(is_whole), state * keep[..., None, None], 0) + sum_
+            return jnp.where(wide(is_one), left, 0), state
+
+        first = jnp.zeros_like(sums[0]) if first is None else first
+        _, got = lax.scan(body, first, (keeps, sums, whole, together), reverse=reverse)
+        return jnp.moveaxis(got, 0, 1).reshape(-1, *sums.shape[2:])
