@@ -32,14 +32,14 @@ ROUNDINGS = 3 * 2.0**-9
 def test_scan(rng, monkeypatch, s, h, g, p, n, of_dt, absent):
     """Results and all gradients, in slabs of one row."""
     monkeypatch.setattr(scan, "_SLAB_BYTES", 1 << 20)
-    monkeypatch.setattr(scan, "_CTAS", 2)
+    monkeypatch.setattr(scan, "CTAS", 2)
     check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
 
 
 @pytest.mark.parametrize("absent", [(), ("segments", "initial_state")], ids=str)
 def test_scan_in_pieces(rng, monkeypatch, absent):
     """A few long rows, of which pieces are scanned at the same time."""
-    monkeypatch.setattr(pieces, "_LEAST", scan.KEPT)
+    monkeypatch.setattr(pieces, "_LEAST_LENGTH", scan.KEPT)
     monkeypatch.setattr(pieces, "_FEW", 2)
     s, h, g, p, n = 1024, 1, 1, 8, 8
     assert pieces.pieces_of(jnp.zeros((6, s, h, p)), scan.KEPT) == 2

@@ -9,17 +9,17 @@ from jax import lax
 
 from te_jax.ops.formats import ceil_div
 
-_CTAS = 132  # of an H100, which a head of a row has one of
+CTAS = 132  # of a kernel: one for each multiprocessor of an H100
 _CHANNELS = 64  # of a CTA
 _FEW = 4  # pieces: fewer gain less than the sums cost
-_LEAST = 4096  # tokens of a piece, more than a row has heads
+_LEAST_LENGTH = 4096  # tokens of a piece, more than a row has heads
 
 
 def pieces_of(x: jax.Array, kept: int) -> int:
-    """How many pieces, of equal length and a multiple of `kept` tokens, the rows of x [rows, s, h, p] are cut in; 1: they
+    """How many pieces the rows of x [rows, s, h, p] are cut in, of equal length and a multiple of `kept` tokens; 1: they
     stay whole."""
     rows, s, h, p = x.shape
-    most = min(_CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // _LEAST)
+    most = min(CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // _LEAST_LENGTH)
     return max((count for count in range(_FEW, most + 1) if s % (count * kept) == 0), default=1)
 
 

@@ -19,7 +19,7 @@ from te_jax.core.types import align, like
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm.conv import check_shape
-from te_jax.ops.ssm.pieces import Pieces, cut, joined, pieces_of
+from te_jax.ops.ssm.pieces import CTAS, Pieces, cut, joined, pieces_of
 from te_jax.ops.ssm.runs import one_batch, runs_and_rows, runs_of
 
 KEPT = 512
@@ -223,7 +223,6 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
 
 _TILE = 64  # tokens of a chunk of the kernels
 _SLAB_BYTES = 48 << 20  # of the states of a slab's chunks, which so stay in L2
-_CTAS = 132  # one for each multiprocessor of an H100
 _STEPS, _ENDS = 2 * _TILE * 4, (6 * _TILE + 4) * 4  # bytes of a chunk and a head
 
 
@@ -278,7 +277,7 @@ def _slab(rows, s, h, p, n, g):
     slab_rows = min(rows, 256, max(1, at_once // blocks))
     tokens = min(KEPT * min(at_once, blocks), ceil_div(s, _TILE) * _TILE)
     chunks = slab_rows * (tokens // _TILE) * h
-    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, ceil_div(chunks, _CTAS))))
+    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, ceil_div(chunks, CTAS))))
 
 
 def _steps_bytes(x):
