@@ -16,8 +16,8 @@ _LEAST_LENGTH = 4096  # tokens of a piece, more than a row has heads
 
 
 def pieces_of(x: jax.Array, kept: int) -> int:
-    """How many pieces the rows of x [rows, s, h, p] are cut in, of equal length and a multiple of `kept` tokens; 1: they
-    stay whole."""
+    """How many pieces the rows of x [rows, s, h, p] are cut in; 1: they stay whole. Pieces are of equal length, a
+    multiple of `kept` tokens."""
     rows, s, h, p = x.shape
     most = min(CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // _LEAST_LENGTH)
     return max((count for count in range(_FEW, most + 1) if s % (count * kept) == 0), default=1)
