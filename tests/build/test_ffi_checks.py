@@ -22,6 +22,7 @@ from te_jax.core import extension
 
 pytestmark = pytest.mark.sources
 ROOT = Path(__file__).resolve().parents[2]
+COPIES = {"te_address", "te_keep"}  # launch no kernel, as the cases have them
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +60,9 @@ def test_wrong_calls_are_refused(handlers, on_cpu):
     accepted = [what for each in found for what in each["accepted"]]
     assert not accepted, "\n".join([f"{len(accepted)} of {sum(each['calls'] for each in found)}", *accepted])
     for each in found:  # they get as far as their launch
-        assert all("UNIMPLEMENTED" in said or "no GPU" in said for said in of_other_places(each)), each
+        said = of_other_places(each)
+        launched = all("UNIMPLEMENTED" in a or "no GPU" in a for a in said)
+        assert not any(said) if each["target"] in COPIES else launched, each
 
 
 @pytest.fixture(scope="module")

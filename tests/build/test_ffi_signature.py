@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 from ffi_calls import CALLS, for_cudnn
+
 from benchmarks.op_case import E5M2
 from benchmarks.op_cases import CASES
-
 from te_jax.core import extension
 from te_jax.core.op import ops
 from te_jax.ops import attention

@@ -10,7 +10,9 @@ from host_cuda import library
 
 pytestmark = pytest.mark.sources
 ROOT = Path(__file__).resolve().parents[2]
-_NAMES = "cuda_ssm cuda_ops cuda_block recipe_block cuda_rope permute peers grouped paired router router_extremes cuda_c_api"
+_NAMES = (
+    "cuda_ssm cuda_ops cuda_block recipe_block cuda_rope permute peers grouped paired router router_extremes cuda_c_api"
+)
 FILES = [str(path) for name in _NAMES.split() for path in (ROOT / "tests").glob(f"*/test_{name}.py")]
 # Large sizes show what a GPU does at speed; here they would only take long. A kernel of activations is compiled for a
 # dtype and one or two slots, the function is an argument: with bf16 all are run, else one of each number of slots.

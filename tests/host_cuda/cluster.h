@@ -9,6 +9,7 @@
 #include <cuda_fp16.h>
 #include <cuda_fp8.h>
 #include <cuda_runtime.h>
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -90,11 +91,14 @@ struct Meeting {
 
 using Action = std::function<void()>;
 
+// Started by a ucontext, then switched to by jumps: swapcontext makes two system calls.
 struct Thread {
-  ucontext_t context;
+  ucontext_t start;
+  jmp_buf resume;
   std::unique_ptr<char[]> stack;
   int cta, index;
-  bool done = false;
+  bool started = false, done = false;
+  std::function<bool()> may_go;  // of one that waits: until then its turns pass
   int unread = 0, outgoing = 0;  // copies out of shared memory that have not read it, or not written
   bool fenced = true;            // behind what it wrote there for those copies
   uint32_t shown = 0;            // to the other lanes
@@ -121,16 +125,22 @@ inline Meeting everyone;
 inline std::vector<Action> copies;  // asked for
 inline Thread* self = nullptr;
 inline bool is_last = false;  // the cluster that runs
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline std::mt19937 random{0};
 inline Action kernel;
 
 inline Cta& Mine() { return ctas[self->cta]; }
-inline void Pause() { swapcontext(&self->context, &scheduler); }
+inline void Pause() {
+  if (_setjmp(self->resume) == 0) _longjmp(scheduler, 1);
+}
 inline uint64_t moves = 0;  // of threads past what they waited for
 template <typename Condition>
 void Await(Condition&& holds) {
-  while (!holds()) Pause();
+  if (!holds()) {
+    self->may_go = holds;
+    Pause();
+    self->may_go = nullptr;
+  }
   ++moves;
 }
 
@@ -165,10 +175,17 @@ inline void MakeThread(int cta, int index) {
   Thread& t = *threads.back();
   t.cta = cta, t.index = index;
   t.stack.reset(new char[kStack]);
-  getcontext(&t.context);
-  t.context.uc_stack.ss_sp = t.stack.get(), t.context.uc_stack.ss_size = kStack;
-  makecontext(&t.context, Start, 0);
+  getcontext(&t.start);
+  t.start.uc_stack.ss_sp = t.stack.get(), t.start.uc_stack.ss_size = kStack;
+  makecontext(&t.start, Start, 0);
   ++everyone.members, ++ctas[cta].all.members, ++ctas[cta].warps[index / 32].members;
+}
+
+// Until the thread pauses.
+inline void Continue(Thread* t) {
+  if (_setjmp(scheduler)) return;
+  if (std::exchange(t->started, true)) _longjmp(t->resume, 1);
+  setcontext(&t->start);
 }
 
 inline void CopySomething() {
@@ -193,7 +210,7 @@ inline void RunCluster(int first) {
       if (t->index / 128 == held) continue;
       self = t;
       threadIdx = {unsigned(t->index), 0, 0}, blockIdx = {unsigned(first + t->cta), 0, 0};
-      swapcontext(&scheduler, &t->context);
+      if (!t->may_go || t->may_go()) Continue(t);
       if (!copies.empty() && random() % 64 == 0) CopySomething(), copied = turns;
     }
     if (moves == before && (copies.empty() || random() % 64 == 0)) held = kNone;

@@ -82,7 +82,7 @@ LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
     *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
-    *("gemm_grouped.cc", "gemm_grouped_run.cc", "attention.cc", "attention_fp8.cc"),
+    *("gemm_grouped.cc", "gemm_grouped_run.cc", "tensor_map.cc", "attention.cc", "attention_fp8.cc"),
 )
 # The C interface, with the launchers of the other sources.
 C_API = ("c_api.cc", "c_api_call.cc", "device.cc", "dl.cc")
@@ -92,6 +92,8 @@ _NO_GPU = f"""
 
 #include "gemm/gemm.h"
 #include "gemm/gemm_grouped.h"
+#include "ssm/operands.cuh"
+#include "ssm/scan_bwd.cuh"
 namespace te {{
 Status FindGemm(cudaStream_t, const GemmKey&, GemmChoice*) {{ return {_LAUNCHED}; }}
 Status Matmul(cudaStream_t, cublasLtHandle_t, const GemmKey&, const Algo&, const GemmOperands&) {{
@@ -101,6 +103,9 @@ Status grouped::RunFast(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; 
 Status grouped::RunWide(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
+Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const Steps*) {{ return {_LAUNCHED}; }}
+Status ssm::MakeMaps(const ScanCall&, const GradArgs&, HopperGradArgs*) {{ return {_LAUNCHED}; }}
+Status ssm::RunOnHopper(cudaStream_t, const HopperGradArgs&) {{ return {_LAUNCHED}; }}
 }}  // namespace te
 static const PFN_cuTensorMapEncodeTiled_v12000 encode = [](auto...) {{ return CUDA_SUCCESS; }};
 extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, unsigned long long,

@@ -29,7 +29,7 @@ def compiled(folder: Path, name: str) -> Path:
         text = kernel.read_text()
         assert _SHARED in text, kernel
         kernel.write_text(text.replace(_SHARED, "uint8_t* shared = ::cluster::Mine().shared();"))
-    command = ["g++", "-std=c++20", "-O2", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-isystem{include}"]
+    command = ["g++", "-std=c++20", "-O1", "-w", "-U_FORTIFY_SOURCE", f"-I{folder}", f"-isystem{include}"]
     subprocess.run([*command, folder / f"{name}.cc", "-o", folder / name], check=True)
     return folder / name
 
