@@ -29,11 +29,11 @@ def cut(a: jax.Array | None, count: int) -> jax.Array | None:
 
 
 def joined(a: jax.Array, count: int, h: int, of_end: bool) -> jax.Array:
-    """A result of pieces, of rows: [rows count, s / count, ...] -> [rows, s, ...], and of states [rows count, h, ...]
+    """A result of pieces, of rows: [rows count, s / count, ...] -> [rows, s, ...], and of states [rows count, h, p, n]
     those of the last pieces, or the first. Sums over rows stay."""
     if a.ndim <= 2:
         return a
-    if a.shape[1] == h:
+    if a.ndim == 4 and a.shape[1] == h:  # states that are kept have five axes, and as many of them may be as heads
         return a[count - 1 :: count] if of_end else a[::count]
     return a.reshape(a.shape[0] // count, a.shape[1] * count, *a.shape[2:])
 
