@@ -197,7 +197,8 @@ inline void CopySomething() {
 
 inline void RunCluster(int first) {
   std::vector<Thread*> ready;
-  // Now and then a warpgroup is held back until nothing else moves: others run as far ahead as barriers let them.
+  // Now and then a warpgroup is held back until nothing else moves: others run as far ahead as barriers let
+  // them.
   constexpr int kNone = -1;
   int held = random() % 4;
   for (const auto& t : threads) ready.push_back(t.get());

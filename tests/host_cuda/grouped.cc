@@ -41,7 +41,7 @@ int main() {
   p.bias = cluster::ReadArray<void>(), p.c = cluster::ReadArray<void>();
   size_t bytes;
   p.out = cluster::ReadArray<void>(&bytes);  // filled with what shows that nothing was written
-  if (n[11]) p.c = p.out;     // added to in place
+  if (n[11]) p.c = p.out;                    // added to in place
   const auto writable = [](const void* data) { return static_cast<uint8_t*>(const_cast<void*>(data)); };
   uint8_t *const of_left = writable(p.left), *const of_right = writable(p.right);
   const int count = p.wgrad ? 1 : p.experts;

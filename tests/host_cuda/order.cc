@@ -1,5 +1,5 @@
-// Reads lines "tokens piece chunks strips topk", as of te::GatherOrder, from the standard input -> of each line
-// the tiles in the order of CTAs.
+// Reads lines "tokens piece chunks strips topk", as of te::GatherOrder, from the standard input -> of each
+// line the tiles in the order of CTAs.
 #include <cstdio>
 
 #include "experts/gather_order.cuh"

@@ -12,7 +12,8 @@ using namespace te::ssm;
 // Of [rows, s, heads, inner].
 CUtensorMap Map(Bf16* data, int rows, int s, int heads, int inner, int tokens) {
   const int64_t head = inner * 2, token = heads * head;
-  const HostMap map{reinterpret_cast<uint8_t*>(data), {inner, heads, s, rows}, {2, head, token, s * token}, 2, tokens, 2};
+  const HostMap map{
+      reinterpret_cast<uint8_t*>(data), {inner, heads, s, rows}, {2, head, token, s * token}, 2, tokens, 2};
   static_assert(sizeof(map) <= sizeof(CUtensorMap));
   CUtensorMap stands{};
   std::memcpy(&stands, &map, sizeof(map));

@@ -1,6 +1,6 @@
-// One call of the kernels of te_ssd_bwd on Hopper on the CPU, slab by slab, with threads of cluster.h: from the
-// standard input its numbers and arrays, to the standard output dx, ddt, dB, dC, the parts of dA, of dt_bias'
-// and of D's gradients, and the gradient to the initial state.
+// One call of the kernels of te_ssd_bwd on Hopper on the CPU, slab by slab, with threads of cluster.h: from
+// the standard input its numbers and arrays, to the standard output dx, ddt, dB, dC, the parts of dA, of
+// dt_bias' and of D's gradients, and the gradient to the initial state.
 #include "cluster.h"
 //
 #include "ssm/scan_bwd_ends.cuh"
@@ -43,8 +43,7 @@ void Run(const HopperGradArgs& given, const Sizes& n) {
          [&] { te_ssd_bwd_states_hopper<kN, kRuns>(given); });
   Launch(dim3(a.g * a.parts, chunks, a.slab.rows), kHopperThreads, sizeof(HopperGradShared<kN, kRuns>),
          [&] { te_ssd_bwd_chunks_hopper<kN, kRuns>(given); });
-  Launch(dim3((a.slab.tokens * a.g * a.n / 4 + 255) / 256, a.slab.rows), 256, 0,
-         [&] { te_ssd_bwd_sums(a); });
+  Launch(dim3((a.slab.tokens * a.g * a.n / 4 + 255) / 256, a.slab.rows), 256, 0, [&] { te_ssd_bwd_sums(a); });
   Launch(dim3((n.h + kWarps - 1) / kWarps, chunks, a.slab.rows), kThreads, 0,
          [&] { te_ssd_bwd_steps<kRuns>(a); });
 }
@@ -80,7 +79,8 @@ int main() {
   a.dA_parts = Fresh<float>(all), a.bias_parts = Fresh<float>(all), a.D_parts = Fresh<float>(all);
   a.before = Fresh<float>(n.rows * state), a.ends = Fresh<Ends>(n.Chunks() * n.h);
   a.states = Fresh<Bf16>(n.Chunks() * state), a.gradients = Fresh<Bf16>(n.Chunks() * state);
-  a.dB_parts = Fresh<float>(slab * n.g * a.parts * n.n), a.dC_parts = Fresh<float>(slab * n.g * a.parts * n.n);
+  a.dB_parts = Fresh<float>(slab * n.g * a.parts * n.n),
+  a.dC_parts = Fresh<float>(slab * n.g * a.parts * n.n);
   const auto of_tokens = [&](const Bf16* data, int heads, int inner, int box) {
     return Map(data, {inner, heads, n.s, n.rows}, 2, box);
   };
@@ -91,7 +91,8 @@ int main() {
   given.dx = of_tokens(a.dx, n.h, n.p, kPieceRows);
   given.B = of_tokens(a.B, n.g, n.n, kChunk), given.C = of_tokens(a.C, n.g, n.n, kChunk);
   given.states = of_states(a.states, 64), given.gradients = of_states(a.gradients, 64);
-  given.states_out = of_states(a.states, kPieceRows), given.gradients_out = of_states(a.gradients, kPieceRows);
+  given.states_out = of_states(a.states, kPieceRows),
+  given.gradients_out = of_states(a.gradients, kPieceRows);
   const auto run = a.steps.runs ? (a.n <= 64 ? Run<64, true> : Run<128, true>)
                                 : (a.n <= 64 ? Run<64, false> : Run<128, false>);
   for (int row = 0; row < n.rows; row += n.slab_rows) {
