@@ -142,6 +142,7 @@ __device__ __forceinline__ const uint8_t* Kept(const uint8_t* tile, uint8_t* cop
                                                IsKept&& is_kept) {
   if constexpr (kRuns) {
     if (!all) {
+      NamedBarrier(1, kGroup);  // no warp's products read the last copy any more
       for (int i = threadIdx.x % kGroup; i < int(kWideBytes<kN> / 16); i += kGroup)
         reinterpret_cast<uint4*>(copy)[i] =
             is_kept(i / 8 % 64) ? reinterpret_cast<const uint4*>(tile)[i] : uint4{};
