@@ -21,7 +21,7 @@ struct ConvArgs {
   bool silu;
 };
 
-// 1 / (1 + exp(-x)), to some 4 ulp.
+// 1 / (1 + exp(-x)), to some ulp of x as an error of x.
 __device__ __forceinline__ float Sigmoid(float x) { return Reciprocal(1.f + Exp2(-1.44269504f * x)); }
 
 // What a thread knows: its channels and tokens, and the kernel. kRuns: tokens see only those of their run.

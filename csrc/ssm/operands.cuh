@@ -51,7 +51,8 @@ inline Status ExpectScan(const ScanOperands& of, ScanCall* call) {
   TE_CHECK(p % 8 == 0 && n % 8 == 0 && n >= 8 && n <= of.most_states,
            "%s: x is %s, B %s; pass multiples of 8, up to %ld states", of.op, x.c_str(), B.c_str(),
            long(of.most_states));
-  TE_CHECK(s <= INT32_MAX - kKept && h * p * n <= INT32_MAX && rows <= 65535 && p <= 65535,
+  TE_CHECK(s <= INT32_MAX - kKept && h * p * n <= INT32_MAX && rows <= 65535 && p <= 65535 &&
+               CeilDiv(h, kWarps) <= 65535,
            "%s: x is %s, too large for one call", of.op, x.c_str());
   call->steps = {of.dt.data,
                  Data<const float>(of.A),

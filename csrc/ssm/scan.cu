@@ -268,7 +268,8 @@ Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));
-  if (is_hopper && !arrays.z && call.n <= 128) return ssm::RunHopper(stream, call, arrays, steps);
+  if (is_hopper && !arrays.z && call.n <= 128 && call.s > 0)
+    return ssm::RunHopper(stream, call, arrays, steps);
 #endif
   const ssm::ScanArgs args{arrays, call.steps, steps, int(call.g), int(call.p), int(call.n)};
   if (call.n <= 64) return ssm::RunWithin<64, 64>(stream, args, call.rows);

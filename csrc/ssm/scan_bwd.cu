@@ -1,9 +1,9 @@
-// te_ssd_bwd, in three kernels for each slab of rows and tokens, the last tokens first; what they exchange
+// te_ssd_bwd, in four kernels for each slab of rows and tokens, the last tokens first; what they exchange
 // fits in L2. The first walks over the chunks of a head as the forward pass does, and keeps the state before
 // each of them, and what the loss's gradient to the state is behind each. The second has all that a chunk's
 // gradients follow from: a CTA has a chunk of some heads, one after the other, which share B and C and the
-// sums of their gradients; sums over heads are taken where that makes products smaller. The third adds up the
-// gradients of B and C.
+// sums of their gradients; sums over heads are taken where that makes products smaller. The others add up the
+// gradients of B and C, and make those of steps.
 
 #include "base/device.h"
 #include "base/finish.h"

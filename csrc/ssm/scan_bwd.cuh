@@ -8,7 +8,7 @@
 namespace te::ssm {
 
 struct Slab {
-  int rows, tokens;  // of a slab, the tokens a multiple of kKept
+  int rows, tokens;  // of a slab, the tokens a multiple of kKept, or of kChunk and all
   int first_row, first_token;
   int heads;  // of a CTA of the second kernel
 

@@ -127,7 +127,8 @@ struct HopperScan {
     if (Lane() == 0) WaitForStores();
   }
 
-  // C B^T, and what tokens see of the state.
+  // C B^T, and what tokens see of the state. With three stages a warpgroup does not wait for each phase of
+  // `full`: those before are over, for the state that its last chunk began with followed from them.
   __device__ __forceinline__ void Look(int chunk, float (&scores)[kChunk / 2],
                                        float (&y)[kHopperChannels / 2]) const {
     const auto& stage = s.stages[chunk % kStages];

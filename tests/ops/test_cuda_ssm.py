@@ -36,6 +36,51 @@ def test_scan(rng, monkeypatch, s, h, g, p, n, of_dt, absent):
     check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
 
 
+@pytest.mark.parametrize("p", [16, 72])
+def test_rows_of_one_call(rng, monkeypatch, p):
+    """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
+    rows, s, h, g, n = 3, 70, 2, 1, 16
+    monkeypatch.setattr(scan, "_SLAB_BYTES", 2 * 8 * h * p * n * 4)
+    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    given = dict(x=draw(rows, s, h, p), dt=draw(rows, s, h), B=draw(rows, s, g, n), C=draw(rows, s, g, n))
+    given["initial_state"] = draw(rows, h, p, n).astype(jnp.float32)
+    segments = jnp.asarray(np.sort(rng.integers(0, 3, (rows, s))), jnp.int32)
+    dy, dlast = draw(rows, s, h, p), draw(rows, h, p, n).astype(jnp.float32)
+
+    @jax.jit
+    def run(given, segments, dy, dlast):
+        fn = lambda given: ssd(A=-jnp.ones(h), segments=segments, return_final_state=True, **given)
+        outs, pull = jax.vjp(fn, given)
+        return outs, pull((dy, dlast))[0]
+
+    got = run(given, segments, dy, dlast)
+    of_row = lambda i: jax.tree.map(lambda a: a[i : i + 1], (given, segments, dy, dlast))
+    each = [run(*of_row(i)) for i in range(rows)]
+    jax.tree.map(lambda a, *rows: np.testing.assert_array_equal(a, jnp.concatenate(rows)), got, *each)
+
+
+def test_no_tokens():
+    """The state stays as it is."""
+    empty = lambda *shape: jnp.zeros((2, 0, *shape), jnp.bfloat16)
+    initial = jnp.arange(2 * 3 * 8 * 8, dtype=jnp.float32).reshape(2, 3, 8, 8)
+    tokens = empty(3, 8), empty(3), -jnp.ones(3), empty(1, 8), empty(1, 8)
+    y, final = jax.jit(lambda: ssd(*tokens, initial_state=initial, return_final_state=True))()
+    assert y.shape == (2, 0, 3, 8)
+    np.testing.assert_array_equal(final, initial)
+
+
+def test_a_nan_step_stays_in_its_segment():
+    s, bad = 330, 195
+    x = jnp.ones((1, s, 1, 8), jnp.bfloat16)
+    ids = jnp.asarray(np.searchsorted([100, 200], np.arange(s), side="right")[None], jnp.int32)
+    dt = jnp.zeros((1, s, 1), jnp.float32).at[0, bad].set(jnp.nan)
+    y = jax.jit(lambda dt: ssd(x, dt, -jnp.ones(1), x, x, dt_softplus=True, segments=ids))(dt)
+    chunk = np.arange(s) // 64 == bad // 64
+    elsewhere = ~chunk & (ids[0] != ids[0, bad])
+    assert np.isnan(np.asarray(y, np.float32)[0, bad:200]).all()
+    assert np.isfinite(np.asarray(y, np.float32)[0, elsewhere]).all()
+
+
 @pytest.mark.parametrize("absent", [(), ("segments", "initial_state")], ids=str)
 def test_scan_in_pieces(rng, monkeypatch, absent):
     """A few long rows, of which pieces are scanned at the same time."""

@@ -10,7 +10,7 @@ import pytest
 import ssm_oracle as oracle
 from ssm_oracle import both, row, rows_of, segments_of
 
-from te_jax.ops.ssm import causal_conv1d, ssd
+from te_jax.ops.ssm import causal_conv1d, pieces, scan, ssd
 
 # s, h, g, p, n, dtype, absent: all n and p; lengths of 1, below, at and behind a chunk of 128, and odd ones.
 PROGRAMS = [
@@ -213,3 +213,40 @@ def test_what_the_backward_pass_keeps():
     _, pull = jax.eval_shape(lambda *args: jax.vjp(ssd, *args), *args)
     kept = sorted(a.shape for a in jax.tree.leaves(pull))
     assert kept == sorted([*(a.shape for a in args), (1, 2, 2, 16, 16)])
+
+
+@pytest.mark.parametrize("begins", [(512, 1300), None], ids=str)
+def test_pieces(rng, monkeypatch, begins):
+    """A row in four pieces, which are computed as plain JAX, has its own numbers, with segments that begin where a
+    piece does, and elsewhere. Weighed tokens of pieces are rounded to bf16."""
+    monkeypatch.setattr(pieces, "_LEAST_LENGTH", scan.KEPT)
+    monkeypatch.setattr(pieces, "_FEW", 2)
+    rows, s, h, p, n = 2, 4 * scan.KEPT, 2, 8, 8
+    draw = lambda *shape: jnp.asarray(rng.standard_normal((rows, *shape)), jnp.bfloat16)
+    x, dt, B, C, dy = draw(s, h, p), draw(s, h) - 5, draw(s, 1, n), draw(s, 1, n), draw(s, h, p)
+    initial, dfinal = (draw(h, p, n).astype(jnp.float32) for _ in range(2))
+    segments = None if begins is None else jnp.searchsorted(jnp.array(begins, int), jnp.arange(s), side="right")
+    segments = None if begins is None else jnp.broadcast_to(segments, (rows, s)).astype(jnp.int32)
+    operands = x, dt, -jnp.ones(h), B, C, None, None, None, segments
+    attrs = dict(softplus=True, least=0.0, most=8.0, shared=1)
+    called = []
+
+    def bwd(*operands, slab_rows, slab_tokens, slab_heads, **attrs):
+        return [a for a in scan._bwd_reference(*operands, **attrs) if a is not None]
+
+    def of_pieces(reference):
+        return lambda x, *args, **attrs: called.append(x.shape) or reference(x, *args, **attrs)
+
+    @jax.jit
+    def run():
+        want = scan._reference(*operands, initial, **attrs)
+        got = scan._cuda(of_pieces(scan._reference), *operands, initial, **attrs)
+        back = [a for a in scan._bwd_reference(dy, dfinal, *operands, want[2], **attrs) if a is not None]
+        return got, want, scan._scan_bwd_cuda(of_pieces(bwd), dy, dfinal, *operands, want[2], **attrs), back
+
+    *forward, got, want = run()
+    assert called == [(8, scan.KEPT, h, p)] * 2
+    forward = zip(*forward) if begins is None else [*zip(*forward)][:2]  # a piece keeps no state of another run
+    for mine, due in (*forward, *zip(got, want, strict=True)):
+        due = np.asarray(due, np.float32)
+        np.testing.assert_allclose(np.asarray(mine, np.float32), due, rtol=0, atol=2.0**-7 * np.abs(due).max())

@@ -48,7 +48,8 @@ class Pieces(NamedTuple):
     def begin(self, x, steps, B, initial):
         """f32[k, h, p, n], the states that pieces begin with. x [k, l, h, p], steps f32[k, l, h], B [k, l, g, n],
         initial f32[rows, h, p, n] or None."""
-        until = jnp.cumsum(self.logs[:, ::-1], 1)[:, ::-1] - self.logs  # of a token, at the end
+        later = jnp.pad(self.logs[:, 1:], [(0, 0), (0, 1), (0, 0)])
+        until = jnp.cumsum(later[:, ::-1], 1)[:, ::-1]  # from a token to the end
         ends = self._sums(x, steps * jnp.exp(until), B, self._is_of(-1))
         return self._passed(ends, initial, reverse=False)
 
@@ -57,6 +58,22 @@ class Pieces(NamedTuple):
         f32[rows, h, p, n] or None."""
         begins = self._sums(dy, jnp.exp(jnp.cumsum(self.logs, 1)), C, self._is_of(0))
         return self._passed(begins, dfinal, reverse=True)
+
+    def kept(self, states):
+        """f32[k, m, h, p, n], states that rows kept; 0 where a run begins with a piece: the state is of another."""
+        if self.runs is None:
+            return states
+        edge = jnp.pad(self._together(), [(1, 0), (0, 0)], constant_values=True)  # a row's first state is as given
+        goes_on = jnp.moveaxis(edge, 0, 1).reshape(-1, 1, 1, 1)
+        return states.at[:, 0].set(jnp.where(goes_on, states[:, 0], 0))
+
+    def _rows(self, a):
+        """[k, ...] -> [count, rows, ...]."""
+        return jnp.moveaxis(a.reshape(-1, self.count, *a.shape[1:]), 1, 0)
+
+    def _together(self):
+        """bool[count - 1, rows]: whether a piece and the next one are of one run where they meet."""
+        return self._rows(self.runs[:, -1])[:-1] == self._rows(self.runs[:, 0])[1:]
 
     def _is_of(self, token):
         return None if self.runs is None else self.runs == self.runs[:, token, None]
@@ -72,22 +89,19 @@ class Pieces(NamedTuple):
 
     def _passed(self, sums, first, reverse):
         """What each piece gets from those before it, or behind it: `sums`, and what they leave of what they got."""
-        rows = lambda a: jnp.moveaxis(a.reshape(-1, self.count, *a.shape[1:]), 1, 0)  # [count, rows, ...]
-        keeps, sums = rows(jnp.exp(jnp.sum(self.logs, 1))), rows(sums)
-        whole = together = jnp.ones(keeps.shape[:2], bool)
+        keeps, sums = self._rows(jnp.exp(jnp.sum(self.logs, 1))), self._rows(sums)
+        is_whole = goes_on = jnp.ones(keeps.shape[:2], bool)
         if self.runs is not None:
-            begins, ends = rows(self.runs[:, 0]), rows(self.runs[:, -1])
-            together = ends[:-1] == begins[1:]
-            whole = begins == ends
-            edge = jnp.ones_like(whole[:1])
-            together = jnp.concatenate([edge, together] if reverse else [together, edge])
-        wide = lambda a: a[..., None, None, None]
+            is_whole = self._rows(self.runs[:, 0] == self.runs[:, -1])
+            edge = (1, 0) if reverse else (0, 1)
+            goes_on = jnp.pad(self._together(), [edge, (0, 0)], constant_values=True)
+        of_state = lambda a: a[..., None, None, None]
 
         def body(state, piece):
-            keep, sum_, is_whole, is_one = piece
-            left = jnp.where(wide(is_whole), state * keep[..., None, None], 0) + sum_
-            return jnp.where(wide(is_one), left, 0), state
+            keep, sum_, whole, on = piece
+            left = jnp.where(of_state(whole), state * keep[..., None, None], 0) + sum_
+            return jnp.where(of_state(on), left, 0), state
 
         first = jnp.zeros_like(sums[0]) if first is None else first
-        _, got = lax.scan(body, first, (keeps, sums, whole, together), reverse=reverse)
+        _, got = lax.scan(body, first, (keeps, sums, is_whole, goes_on), reverse=reverse)
         return jnp.moveaxis(got, 0, 1).reshape(-1, *sums.shape[2:])

@@ -263,7 +263,8 @@ def _scan_bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, st
     runs, dy, dfinal, x1, dt, B, C, states = runs_and_rows(x.ndim - 3, segments, dy, dfinal, x, dt, B, C, states)
     if (count := pieces_of(x1, KEPT)) > 1:
         runs, dy, x1, dt, B, C, states = (cut(a, count) for a in (runs, dy, x1, dt, B, C, states))
-        dfinal = _pieces(count, dt, A, dt_bias, runs, **attrs)[1].end(dy, C, dfinal)
+        pieces = _pieces(count, dt, A, dt_bias, runs, **attrs)[1]
+        states, dfinal = pieces.kept(states), pieces.end(dy, C, dfinal)
     slab = _slab(*x1.shape, B.shape[-1], B.shape[-2])
     grads = call(dy, dfinal, x1, dt, A, B, C, D, None, dt_bias, runs, states, **attrs, **slab)
     grads = [joined(a, count, x.shape[-2], False) for a in grads]
@@ -409,7 +410,7 @@ def ssd(
     check(name, "return_final_state", return_final_state, BOOL)
     _check_shapes(name, dict(zip(names, operands)))
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    A, D, dt_bias = (None if a is None else a.astype(wide) for a in (A, D, dt_bias))
+    A, D, dt_bias, initial_state = (None if a is None else a.astype(wide) for a in (A, D, dt_bias, initial_state))
     D = D[:, None] if D is not None and D.ndim == 1 else D
     groups = B.shape[-2]
     shared = 1 if groups == 1 else x.shape[-2] // groups
