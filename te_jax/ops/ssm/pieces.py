@@ -45,7 +45,7 @@ class Pieces(NamedTuple):
     logs: jax.Array  # f32[k, l, h], of how much of a state a token leaves
     runs: jax.Array | None  # i32[k, l]
 
-    def begin(self, x, steps, B, initial):
+    def begin(self, x: jax.Array, steps: jax.Array, B: jax.Array, initial: jax.Array | None) -> jax.Array:
         """f32[k, h, p, n], the states that pieces begin with. x [k, l, h, p], steps f32[k, l, h], B [k, l, g, n],
         initial f32[rows, h, p, n] or None."""
         later = jnp.pad(self.logs[:, 1:], [(0, 0), (0, 1), (0, 0)])
@@ -53,13 +53,13 @@ class Pieces(NamedTuple):
         ends = self._sums(x, steps * jnp.exp(until), B, self._is_of(-1))
         return self._passed(ends, initial, reverse=False)
 
-    def end(self, dy, C, dfinal):
+    def end(self, dy: jax.Array, C: jax.Array, dfinal: jax.Array | None) -> jax.Array:
         """f32[k, h, p, n], the gradients to the states that pieces end with. dy [k, l, h, p], C [k, l, g, n], dfinal
         f32[rows, h, p, n] or None."""
         begins = self._sums(dy, jnp.exp(jnp.cumsum(self.logs, 1)), C, self._is_of(0))
         return self._passed(begins, dfinal, reverse=True)
 
-    def kept(self, states):
+    def kept(self, states: jax.Array) -> jax.Array:
         """f32[k, m, h, p, n], states that rows kept; 0 where a run begins with a piece: the state is of another."""
         if self.runs is None:
             return states
