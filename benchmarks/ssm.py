@@ -154,7 +154,7 @@ class Block(layers.Model):
 
     @property
     def weights(self) -> int:
-        """Of the projections to x and z, B and C, dt, and back."""
+        """Those that project to x and z, B and C, dt, and back."""
         return self.hidden * (3 * 64 * self.heads + 2 * self.groups * self.n + self.heads)
 
     def flops(self, backward: bool) -> float:

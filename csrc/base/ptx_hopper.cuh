@@ -89,7 +89,7 @@ __device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint32_t b
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z)
       : "memory");
 }
-// The same with a fourth axis, the outermost one.
+// The box of a map of four axes at (x, y, z, w), x along the innermost axis.
 __device__ __forceinline__ void CopyBox(uint32_t to, const void* map, uint32_t barrier, int x, int y, int z,
                                         int w) {
   asm volatile(

@@ -22,6 +22,13 @@ __device__ __forceinline__ int GroupIndex() {
 }
 __device__ __forceinline__ int WarpOfGroup() { return WarpIndex() % 4; }
 
+// The barriers of a ring, which so many arrivals fill and empty; one thread calls it.
+template <int kStages>
+__device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
+                                         unsigned to_fill, unsigned to_empty) {
+  for (int i = 0; i < kStages; ++i)
+    InitBarrier(AddressOf(&full[i]), to_fill), InitBarrier(AddressOf(&empty[i]), to_empty);
+}
 // The warp has done with what the barrier guards.
 __device__ __forceinline__ void Release(const uint64_t& barrier) {
   __syncwarp();
@@ -37,7 +44,7 @@ __device__ __forceinline__ void WaitEmpty(const uint64_t (&empty)[kStages], int 
   WaitBarrier(AddressOf(&empty[k % kStages]), k / kStages % 2 ^ 1);
 }
 
-// From the descriptor of a tile along k, [64, kN], to that of its k-th 16 columns.
+// From the descriptor of a tile along k, [64, kN], to the descriptor of its k-th 16 columns.
 __device__ __forceinline__ constexpr uint64_t Along(int k) {
   return k / 4 * (kBoxBytes >> 4) + k % 4 * kNextProduct<false>;
 }

@@ -3,7 +3,7 @@
 // each of them, and what the loss's gradient to the state is behind each. The second has all that a chunk's
 // gradients follow from: a CTA has a chunk of some heads, one after the other, which share B and C and the
 // sums of their gradients; sums over heads are taken where that makes products smaller. The others add up the
-// gradients of B and C, and make those of steps.
+// gradients of B and C, and make the steps' gradients.
 
 #include "base/device.h"
 #include "base/finish.h"

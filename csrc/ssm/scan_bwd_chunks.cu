@@ -395,20 +395,20 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
   TE_LAUNCHED();
 }
 
-template <int kN>
+template <int kN, bool kRuns>
 Status RunWithin(cudaStream_t stream, const GradArgs& a) {
   constexpr int64_t kTwo = sizeof(GradShared<kN, 64, 2, true>), kOne = sizeof(GradShared<kN, 64, 1, true>);
   static_assert(kTwo <= 227 * 1024 && kOne <= 99 * 1024);
   int64_t bytes = 0;
   TE_TRY(SharedBytes(&bytes));
-  if (kTwo <= bytes) return (a.steps.runs ? Run<kN, 2, true> : Run<kN, 2, false>)(stream, a);
-  return (a.steps.runs ? Run<kN, 1, true> : Run<kN, 1, false>)(stream, a);
+  return kTwo <= bytes ? Run<kN, 2, kRuns>(stream, a) : Run<kN, 1, kRuns>(stream, a);
 }
 
 }  // namespace
 
 Status RunChunks(cudaStream_t stream, const GradArgs& a) {
-  return a.n <= 64 ? RunWithin<64>(stream, a) : RunWithin<128>(stream, a);
+  return DispatchStates(a.n, a.steps.runs,
+                        [&]<int kN, bool kRuns>() { return RunWithin<kN, kRuns>(stream, a); });
 }
 
 }  // namespace te::ssm

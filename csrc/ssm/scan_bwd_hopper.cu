@@ -42,9 +42,8 @@ Status MakeMaps(const ScanCall& call, const GradArgs& a, HopperGradArgs* out) {
 }
 
 Status RunOnHopper(cudaStream_t stream, const HopperGradArgs& given) {
-  const GradArgs& a = given.a;
-  if (a.steps.runs) return a.n <= 64 ? Run<64, true>(stream, given) : Run<128, true>(stream, given);
-  return a.n <= 64 ? Run<64, false>(stream, given) : Run<128, false>(stream, given);
+  return DispatchStates(given.a.n, given.a.steps.runs,
+                        [&]<int kN, bool kRuns>() { return Run<kN, kRuns>(stream, given); });
 }
 
 }  // namespace te::ssm

@@ -52,10 +52,8 @@ struct HopperGradients {
 
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kStages; ++i)
-        InitBarrier(AddressOf(&s.full[i]), 1), InitBarrier(AddressOf(&s.empty[i]), 15);
-      for (int i = 0; i < 2; ++i)
-        InitBarrier(AddressOf(&s.scores_full[i]), 4), InitBarrier(AddressOf(&s.scores_empty[i]), 4);
+      InitRing(s.full, s.empty, 1, 15);
+      InitRing(s.scores_full, s.scores_empty, 4, 4);
       InitBarrier(AddressOf(s.group_full), 1), InitBarrier(AddressOf(s.sums_full), 4);
       FenceBarrierInit();
     }

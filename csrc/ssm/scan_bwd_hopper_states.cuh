@@ -105,8 +105,7 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   const GradArgs& a = given.a;
   const int head = blockIdx.x, which = blockIdx.y, rows = a.slab.rows, group = GroupIndex();
   if (threadIdx.x == 0) {
-    for (int i = 0; i < s.kStages; ++i)
-      InitBarrier(AddressOf(&s.full[i]), 1), InitBarrier(AddressOf(&s.empty[i]), 4);
+    InitRing(s.full, s.empty, 1, 4);
     FenceBarrierInit();
   }
   __syncthreads();

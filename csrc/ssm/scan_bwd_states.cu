@@ -101,8 +101,8 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
 }  // namespace
 
 Status RunStates(cudaStream_t stream, const GradArgs& a) {
-  if (a.steps.runs) return a.n <= 64 ? Run<64, 64, true>(stream, a) : Run<128, 64, true>(stream, a);
-  return a.n <= 64 ? Run<64, 64, false>(stream, a) : Run<128, 64, false>(stream, a);
+  return DispatchStates(a.n, a.steps.runs,
+                        [&]<int kN, bool kRuns>() { return Run<kN, 64, kRuns>(stream, a); });
 }
 
 }  // namespace te::ssm

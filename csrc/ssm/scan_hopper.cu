@@ -28,9 +28,8 @@ Status RunHopper(cudaStream_t stream, const ScanCall& call, const ScanArrays& of
   a.steps = call.steps, a.of_chunks = steps;
   a.D = of.D, a.initial = of.initial, a.last = of.last, a.states = of.states;
   a.g = int(call.g), a.p = int(call.p), a.n = int(call.n), a.channels = of.channels;
-  if (call.steps.runs)
-    return call.n <= 64 ? Run<64, true>(stream, a, call.rows) : Run<128, true>(stream, a, call.rows);
-  return call.n <= 64 ? Run<64, false>(stream, a, call.rows) : Run<128, false>(stream, a, call.rows);
+  return DispatchStates(call.n, call.steps.runs,
+                        [&]<int kN, bool kRuns>() { return Run<kN, kRuns>(stream, a, call.rows); });
 }
 
 }  // namespace te::ssm

@@ -50,10 +50,8 @@ struct HopperScan {
 
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x == 0) {
-      for (int i = 0; i < kStages; ++i)
-        InitBarrier(AddressOf(&s.full[i]), 1), InitBarrier(AddressOf(&s.empty[i]), 8);
-      for (int i = 0; i < 2; ++i)
-        InitBarrier(AddressOf(&s.state_full[i]), 4), InitBarrier(AddressOf(&s.state_empty[i]), 4);
+      InitRing(s.full, s.empty, 1, 8);
+      InitRing(s.state_full, s.state_empty, 4, 4);
       FenceBarrierInit();
     }
     const int channel = first + int(threadIdx.x);

@@ -183,6 +183,13 @@ struct Runs {
 // steps [rows, ceil(s / kChunk), h].
 Status LaunchSteps(cudaStream_t stream, const StepArgs& a, int64_t rows, Steps* steps);
 
+// Calls `run<states of a tile, whether there are runs>()`, for n of up to 128.
+template <typename Fn>
+Status DispatchStates(int64_t n, bool runs, Fn&& run) {
+  if (n <= 64) return runs ? run.template operator()<64, true>() : run.template operator()<64, false>();
+  return runs ? run.template operator()<128, true>() : run.template operator()<128, false>();
+}
+
 // Of shared memory that a CTA may have.
 inline Status SharedBytes(int64_t* bytes) {
   int device, most;
