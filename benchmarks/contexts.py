@@ -1,10 +1,12 @@
 """Generation behind contexts of growing length, of a model of Llama 3 8B's widths with attention, with Mamba-2, or with
 both: the memory that a row of the context takes, what of it grows, and tokens per second (`decode --mixer`).
 
-Each mixer has a process of its own, with random weights in bf16. One row is read; the rows of a batch are copies of it.
+Each mixer and context has a process of its own, with random weights in bf16. One row is read; the rows of a batch are
+copies of it.
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import time
@@ -36,7 +38,7 @@ def model(mixer: str, tiny: bool) -> models.CausalLM:
     sizes = dict(ssm_num_heads=4, ssm_head_dim=32) if tiny else dict(ssm_num_heads=128, ssm_num_groups=8)
     mixed = gpt.model.with_mixer(dict(config.layer), gpt.config.MIXERS[mixer], dict(ssm=sizes))
     config = dataclasses.replace(config, **mixed)
-    return models.CausalLM(config, params_dtype=jnp.bfloat16, scan=False)  # faster: see te_jax.models.unscan
+    return models.CausalLM(config, params_dtype=jnp.bfloat16)
 
 
 def bytes_of_row(cache) -> dict[str, int]:
@@ -48,11 +50,11 @@ def bytes_of_row(cache) -> dict[str, int]:
     return dict(keys_values_bytes=keys_values, states_bytes=of("") - keys_values)
 
 
-def measure(mixer: str, tiny: bool) -> list[dict]:
+def measure(mixer: str, context: int, tiny: bool) -> dict:
     lm, prompt = model(mixer, tiny), jnp.zeros((1, 8), jnp.int32)
-    contexts = _TINY_CONTEXTS if tiny else CONTEXTS
-    variables = jax.block_until_ready(jax.jit(lambda key: nn.meta.unbox(lm.init(key, prompt)))(jax.random.key(0)))
-    return [behind(lm, variables, context) | dict(impl=f"te_jax bf16, {mixer}") for context in contexts]
+    variables = jax.jit(lambda key: nn.meta.unbox(lm.init(key, prompt)))(jax.random.key(0))
+    lm, variables = models.unscan(lm, variables)  # after `init`, which so draws a stack at once
+    return behind(lm, jax.block_until_ready(variables), context) | dict(impl=f"te_jax bf16, {mixer}")
 
 
 def behind(lm: models.CausalLM, variables, context: int) -> dict:
@@ -90,13 +92,12 @@ def _copies(state, batch: int):
 
 def main(args) -> int:
     if args.measure:
-        print(json.dumps(measure(args.measure, args.tiny)))
+        print(json.dumps(measure(args.mixer, int(args.measure), args.tiny)))
         return 0
     result, mixers = {"machine": machine.describe(), "rows": []}, MIXERS if args.mixer == "all" else (args.mixer,)
-    for mixer in mixers:
-        found = in_own_process("decode", tiny=args.tiny, mixer=mixer, measure=mixer)
-        rows = found if isinstance(found, list) else [dict(case=CASE, impl=f"te_jax bf16, {mixer}", **found)]
-        result["rows"] += rows
-        print(*rows, sep="\n", flush=True)
+    for mixer, context in itertools.product(mixers, _TINY_CONTEXTS if args.tiny else CONTEXTS):
+        found = in_own_process("decode", tiny=args.tiny, mixer=mixer, measure=context)
+        result["rows"].append(dict(case=CASE.format(context), impl=f"te_jax bf16, {mixer}") | found)
+        print(result["rows"][-1], flush=True)
         report.write(result, args.out)
     return any("error" in row for row in result["rows"])

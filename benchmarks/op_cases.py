@@ -445,10 +445,10 @@ CASES = [
         dict(_ssd, shared=1), ("y", "states"), {"b...": 1}, {"B": ("g",), "C": ("g",), "D": ("p",)},
     ),
     Case(
-        "ssd_bwd", "te_ssd_bwd", _ssd_sizes, (*(f32,) * 10, i32, f32), _ssd, None, {"b...": 1},
+        "ssd_bwd", "te_ssd_bwd", _ssd_sizes, (*(f32,) * 9, i32, f32), _ssd, None, {"b...": 1},
     ),
     Case(
-        "ssd_shared_bwd", "te_ssd_bwd", {**_ssd_sizes, "r": 1}, (f32, None, *(f32,) * 6, None, None, None, f32),
+        "ssd_shared_bwd", "te_ssd_bwd", {**_ssd_sizes, "r": 1}, (f32, None, *(f32,) * 6, None, None, f32),
         dict(_ssd, shared=1), ("dx", "ddt", "dA", "dB", "dC", "dD"), {"b...": 1},
         {"B": ("g",), "C": ("g",), "D": ("p",)},
     ),

@@ -107,16 +107,16 @@ Status LaunchSsdFwd(cudaStream_t stream, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg
                     Arg runs, Arg initial, Ret y, Ret last, Ret states, Ret workspace, bool softplus,
                     double least, double most, int64_t shared);
 
-// dy as x, dlast? as last, the rest as above, D f32 [h, 1], states that the forward pass kept -> dx as x, ddt
-// as dt, dA f32 [h], dB, dC as B, dD? f32 [h, 1], ddt_bias? f32 [h], dinitial? as initial; z and dz are
-// absent. n is at most 128. The partials are [b ceil(s / 64), ..]. In slabs of slab_rows rows and slab_tokens
-// tokens (a multiple of 512, or of 64 and s or more), with CTAs of slab_heads heads; workspace, each part a
-// multiple of 256 bytes: as the forward pass has it, 1552 bytes for each 64 tokens of a head of a slab, the
-// state f32 [b, h, p, n] unless dinitial is there, twice bf16 [slab_rows, slab_tokens / 64, h, p, n], twice
-// f32 [slab_rows, slab_tokens, g, ceil(h / g / slab_heads), n].
-Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z,
+// dy as x, dlast? as last, the rest as above but z, D f32 [h, 1], states that the forward pass kept -> dx as
+// x, ddt as dt, dA f32 [h], dB, dC as B, dD? f32 [h, 1], ddt_bias? f32 [h], dinitial? as initial. n is at
+// most 128. The partials are [b ceil(s / 64), ..]. In slabs of slab_rows rows and slab_tokens tokens (a
+// multiple of 512, or of 64 and s or more), with CTAs of slab_heads heads; workspace, each part a multiple of
+// 256 bytes: as the forward pass has it, 1552 bytes for each 64 tokens of a head of a slab, the state f32
+// [b, h, p, n] unless dinitial is there, twice bf16 [slab_rows, slab_tokens / 64, h, p, n], twice f32
+// [slab_rows, slab_tokens, g, ceil(h / g / slab_heads), n].
+Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D,
                     Arg dt_bias, Arg runs, Arg states, Ret dx, Ret ddt, Ret dA, Ret dB, Ret dC, Ret dD,
-                    Ret dz, Ret ddt_bias, Ret dinitial, Ret workspace, Ret dA_partials, Ret dD_partials,
+                    Ret ddt_bias, Ret dinitial, Ret workspace, Ret dA_partials, Ret dD_partials,
                     Ret ddt_bias_partials, bool softplus, double least, double most, int64_t shared,
                     int64_t slab_rows, int64_t slab_tokens, int64_t slab_heads);
 

@@ -100,9 +100,9 @@ static Status RunSlabs(cudaStream_t stream, const ScanCall& call, const float* d
 
 }  // namespace ssm
 
-Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D, Arg z,
+Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A, Arg B, Arg C, Arg D,
                     Arg dt_bias, Arg runs, Arg states, Ret dx, Ret ddt, Ret dA, Ret dB, Ret dC, Ret dD,
-                    Ret dz, Ret ddt_bias, Ret dinitial, Ret workspace, Ret dA_partials, Ret dD_partials,
+                    Ret ddt_bias, Ret dinitial, Ret workspace, Ret dA_partials, Ret dD_partials,
                     Ret ddt_bias_partials, bool softplus, double least, double most, int64_t shared,
                     int64_t slab_rows, int64_t slab_tokens, int64_t slab_heads) {
   constexpr const char* kOp = "te_ssd_bwd";
@@ -112,7 +112,6 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
   TE_TRY(Expect(kOp, {{"dy", dy, BF16, call.all},
                       {"dfinal", dlast, F32, call.state, kOptional},
                       {"D", D, F32, {call.h, 1}, kOptional},
-                      {"z", z, BF16, call.all, kAbsent},
                       {"states", states, F32, call.kept},
                       {"dx", dx, BF16, call.all},
                       {"ddt", ddt, dt.type, call.all.First(3)},
@@ -120,7 +119,6 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
                       {"dB", dB, BF16, call.of_groups},
                       {"dC", dC, BF16, call.of_groups},
                       {"dD", dD, F32, {call.h, 1}, Present(D) ? kRequired : kAbsent},
-                      {"dz", dz, BF16, call.all, kAbsent},
                       {"ddt_bias", ddt_bias, F32, heads, Present(dt_bias) ? kRequired : kAbsent},
                       {"dinitial", dinitial, F32, call.state, kOptional},
                       {"dA_partials", dA_partials, F32, parts},

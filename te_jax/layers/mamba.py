@@ -18,7 +18,8 @@ from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import causal_conv1d, ssd
 from te_jax.ops.ssm.conv import check_shape, last_inputs
 from te_jax.ops.ssm.runs import runs_of
-from te_jax.ops.ssm.scan import LIMIT, step_sizes
+from te_jax.ops.ssm.scan import LIMIT
+from te_jax.ops.ssm.steps import step_sizes
 from te_jax.sharding import current_mesh_resource
 from te_jax.sharding.constraints import place_axis, repeat_groups, split_over
 from te_jax.sharding.logical_axes import batch_axes

@@ -38,6 +38,6 @@ def test_what_grows_with_a_context():
 def test_generating_behind_a_context(monkeypatch):
     small = dataclasses.replace(contexts._TINY, layers=2)  # one of each kind
     monkeypatch.setattr(contexts, "_TINY", small), monkeypatch.setattr(contexts, "TOKENS", 2)
-    monkeypatch.setattr(contexts, "_TINY_CONTEXTS", (8,)), monkeypatch.setattr(contexts, "BATCHES", (2,))
-    (row,) = contexts.measure("hybrid", tiny=True)
+    monkeypatch.setattr(contexts, "BATCHES", (2,))
+    row = contexts.measure("hybrid", 8, tiny=True)
     assert row["impl"] == "te_jax bf16, hybrid" and row["tokens_per_s_b2"] > 0 and row["read_s"] > 0

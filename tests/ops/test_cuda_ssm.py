@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import ssm_oracle as oracle
 
-from te_jax.ops.ssm import causal_conv1d, pieces, scan, ssd
+from te_jax.ops.ssm import causal_conv1d, kernels, pieces, scan, ssd
 
 pytestmark = pytest.mark.gpu
 # s, h, g, p, n, type of dt, absent: tiles that are full, and not; one token, a chunk of 64, one more, some of the 512
@@ -22,7 +22,8 @@ SCANS = [
     (8192, 2, 1, 64, 128, jnp.bfloat16, ()),
 ]
 LITTLE = SCANS[3:4]  # with little shared memory
-WIDE = [(70, 1, 1, 64, 256, jnp.bfloat16, ()), (130, 1, 1, 24, 200, jnp.float32, ("segments",))]
+# More states than the backward kernels take, and a gate.
+WIDE = [(70, 2, 1, 64, 256, jnp.bfloat16, ()), (130, 1, 1, 24, 200, jnp.float32, ("segments", "D"))]
 # Scores times decays and steps, the state, and what tokens add to it are rounded to bf16 as operands of products, and
 # of gradients the sums of scores' as well: no term passes more than three roundings.
 ROUNDINGS = 3 * 2.0**-9
@@ -31,16 +32,16 @@ ROUNDINGS = 3 * 2.0**-9
 @pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", SCANS)
 def test_scan(rng, monkeypatch, s, h, g, p, n, of_dt, absent):
     """Results and all gradients, in slabs of one row."""
-    monkeypatch.setattr(scan, "_SLAB_BYTES", 1 << 20)
-    monkeypatch.setattr(scan, "CTAS", 2)
-    check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
+    monkeypatch.setattr(kernels, "_SLAB_BYTES", 1 << 20)
+    monkeypatch.setattr(kernels, "CTAS", 2)
+    check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent))
 
 
 @pytest.mark.parametrize("p", [16, 72])
 def test_rows_of_one_call(rng, monkeypatch, p):
     """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
     rows, s, h, g, n = 3, 70, 2, 1, 16
-    monkeypatch.setattr(scan, "_SLAB_BYTES", 2 * 8 * h * p * n * 4)
+    monkeypatch.setattr(kernels, "_SLAB_BYTES", 2 * 8 * h * p * n * 4)
     draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
     given = dict(x=draw(rows, s, h, p), dt=draw(rows, s, h), B=draw(rows, s, g, n), C=draw(rows, s, g, n))
     given["initial_state"] = draw(rows, h, p, n).astype(jnp.float32)
@@ -84,11 +85,11 @@ def test_a_nan_step_stays_in_its_segment():
 @pytest.mark.parametrize("absent", [(), ("segments", "initial_state")], ids=str)
 def test_scan_in_pieces(rng, monkeypatch, absent):
     """A few long rows, of which pieces are scanned at the same time."""
-    monkeypatch.setattr(pieces, "_LEAST_LENGTH", scan.KEPT)
+    monkeypatch.setattr(pieces, "_LEAST_LENGTH", kernels.KEPT)
     monkeypatch.setattr(pieces, "_FEW", 2)
     s, h, g, p, n = 1024, 1, 1, 8, 8
-    assert pieces.pieces_of(jnp.zeros((6, s, h, p)), scan.KEPT) == 2
-    check_scan(rng, s, h, g, p, n, jnp.bfloat16, ("z", *absent), gradients=True)
+    assert pieces.pieces_of(jnp.zeros((6, s, h, p)), kernels.KEPT) == 2
+    check_scan(rng, s, h, g, p, n, jnp.bfloat16, ("z", *absent))
 
 
 @pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", LITTLE)
@@ -99,7 +100,7 @@ def test_scan_in_little_shared_memory(rng, request, s, h, g, p, n, of_dt, absent
     held = ctypes.c_int.in_dll(ctypes.CDLL(path), "te_host_shared_bytes")
     request.addfinalizer(lambda before=held.value: setattr(held, "value", before))
     held.value = 99 << 10
-    check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent), gradients=True)
+    check_scan(rng, s, h, g, p, n, of_dt, ("z", *absent))
 
 
 def test_the_one_group_of_a_device(rng):
@@ -111,30 +112,31 @@ def test_the_one_group_of_a_device(rng):
     def run(shared):
         attrs = dict(softplus=True, least=0.0, most=4.0, shared=shared)
         y, states = scan.ssd_fwd(x, dt, A, B, C, *(None,) * 5, outputs=("y", "states"), **attrs)
-        operands = (x, dt, A, B, C, *(None,) * 4, states)
+        operands = (x, dt, A, B, C, *(None,) * 3, states)
         return y, *scan.ssd_bwd(dy, None, *operands, outputs=outputs, **attrs)
 
     jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: run(1))(), jax.jit(lambda: run(4))())
 
 
 @pytest.mark.parametrize("s, h, g, p, n, of_dt, absent", WIDE)
-def test_scan_forward(rng, s, h, g, p, n, of_dt, absent):
-    """More states, and a gate, of which XLA computes the gradients."""
-    check_scan(rng, s, h, g, p, n, of_dt, absent, gradients=False)
+@pytest.mark.parametrize("of_channels", [False, True], ids=["heads", "channels"])
+def test_sums_of_calls(rng, s, h, g, p, n, of_dt, absent, of_channels):
+    """The backward pass of such a call adds up those of others, of 128 states or none for D, each rounded; and y before
+    its gate is rounded, as is the gradient to it."""
+    check_scan(rng, s, h, g, p, n, of_dt, absent, of_channels=of_channels, error=ROUNDINGS + 3 * 2.0**-9)
 
 
-def check_scan(rng, s, h, g, p, n, of_dt, absent, *, gradients):
+def check_scan(rng, s, h, g, p, n, of_dt, absent, *, of_channels=False, error=ROUNDINGS):
     rows = 6
     given, cotangents, segments = oracle.rows_of(rng, s, h, g, p, n, jnp.bfloat16, absent, rows)
     given["dt"] = given["dt"].astype(of_dt)
+    if of_channels and "D" in given:
+        given["D"] = rng.standard_normal((rows, h, p)).astype(np.float32)
     options = dict(dt_softplus=True, dt_limit=(0.001, 45.0), return_final_state=True)
     of = lambda segments: None if "segments" in absent else segments
 
     def ours(given, segments, cotangents):
-        fn = lambda given: ssd(**given, segments=of(segments), **options)
-        if gradients:
-            return oracle.both(fn, given, cotangents)
-        return dict(zip(("y", "final"), fn(given))), {}
+        return oracle.both(lambda given: ssd(**given, segments=of(segments), **options), given, cotangents)
 
     got = jax.jit(jax.vmap(ours))(given, segments, cotangents)
     wide = jax.tree.map(lambda a: a.astype(np.float64), (given, cotangents))
@@ -148,7 +150,8 @@ def check_scan(rng, s, h, g, p, n, of_dt, absent, *, gradients):
         want, sizes = jax.device_get(jax.jit(jax.vmap(theirs))(wide[0], segments, wide[1]))
     for at, mine, exact, size in zip(("", "d"), got, want, sizes):
         for name, each in mine.items():
-            oracle.near(each, exact[name], size[name], at + name, oracle.DECAY + oracle.TERMS + ROUNDINGS)
+            small = oracle.through_gate(name, cotangents[0])
+            oracle.near(each, exact[name], size[name], at + name, oracle.DECAY + oracle.TERMS + error, small)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16], ids=lambda d: d.__name__)

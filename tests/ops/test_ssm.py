@@ -10,7 +10,7 @@ import pytest
 import ssm_oracle as oracle
 from ssm_oracle import both, row, rows_of, segments_of
 
-from te_jax.ops.ssm import causal_conv1d, pieces, scan, ssd
+from te_jax.ops.ssm import causal_conv1d, kernels, pieces, scan, ssd
 
 # s, h, g, p, n, dtype, absent: all n and p; lengths of 1, below, at and behind a chunk of 128, and odd ones.
 PROGRAMS = [
@@ -51,7 +51,8 @@ def test_ssd(rng, s, h, g, p, n, dtype, absent):
     assert got[0]["y"].dtype == dtype and got[0]["final"].dtype == jnp.float32
     for at, ours, exact, size in zip(("", "d"), got, want, sizes):
         for name, each in ours.items():
-            oracle.near(each, exact[name], size[name], at + name, oracle.DECAY + oracle.TERMS)
+            small = oracle.through_gate(name, cotangents[0])
+            oracle.near(each, exact[name], size[name], at + name, oracle.DECAY + oracle.TERMS, small)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
@@ -219,19 +220,20 @@ def test_what_the_backward_pass_keeps():
 def test_pieces(rng, monkeypatch, begins):
     """A row in four pieces, which are computed as plain JAX, has its own numbers, with segments that begin where a
     piece does, and elsewhere. Weighed tokens of pieces are rounded to bf16."""
-    monkeypatch.setattr(pieces, "_LEAST_LENGTH", scan.KEPT)
+    monkeypatch.setattr(pieces, "_LEAST_LENGTH", kernels.KEPT)
     monkeypatch.setattr(pieces, "_FEW", 2)
-    rows, s, h, p, n = 2, 4 * scan.KEPT, 2, 8, 8
+    rows, s, h, p, n = 2, 4 * kernels.KEPT, 2, 8, 8
     draw = lambda *shape: jnp.asarray(rng.standard_normal((rows, *shape)), jnp.bfloat16)
     x, dt, B, C, dy = draw(s, h, p), draw(s, h) - 5, draw(s, 1, n), draw(s, 1, n), draw(s, h, p)
     initial, dfinal = (draw(h, p, n).astype(jnp.float32) for _ in range(2))
     segments = None if begins is None else jnp.searchsorted(jnp.array(begins, int), jnp.arange(s), side="right")
     segments = None if begins is None else jnp.broadcast_to(segments, (rows, s)).astype(jnp.int32)
-    operands = x, dt, -jnp.ones(h), B, C, None, None, None, segments
+    scanned = x, dt, -jnp.ones(h), B, C, None
+    operands, of_bwd = (*scanned, None, None, segments), (*scanned, None, segments)
     attrs = dict(softplus=True, least=0.0, most=8.0, shared=1)
     called = []
 
-    def bwd(*operands, slab_rows, slab_tokens, slab_heads, **attrs):
+    def bwd(*operands, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
         return [a for a in scan._bwd_reference(*operands, **attrs) if a is not None]
 
     def of_pieces(reference):
@@ -240,12 +242,13 @@ def test_pieces(rng, monkeypatch, begins):
     @jax.jit
     def run():
         want = scan._reference(*operands, initial, **attrs)
-        got = scan._cuda(of_pieces(scan._reference), *operands, initial, **attrs)
-        back = [a for a in scan._bwd_reference(dy, dfinal, *operands, want[2], **attrs) if a is not None]
-        return got, want, scan._scan_bwd_cuda(of_pieces(bwd), dy, dfinal, *operands, want[2], **attrs), back
+        got = kernels.scan(None, of_pieces(scan._reference), *operands, initial, **attrs)
+        back = [a for a in scan._bwd_reference(dy, dfinal, *of_bwd, want[2], **attrs) if a is not None]
+        call = partial(of_pieces(bwd), outputs=("dx", "ddt", "dA", "dB", "dC", "dinitial"))
+        return got, want, kernels.scan_bwd(None, call, dy, dfinal, *of_bwd, want[2], **attrs), back
 
     *forward, got, want = run()
-    assert called == [(8, scan.KEPT, h, p)] * 2
+    assert called == [(8, kernels.KEPT, h, p)] * 2
     forward = zip(*forward) if begins is None else [*zip(*forward)][:2]  # a piece keeps no state of another run
     for mine, due in (*forward, *zip(got, want, strict=True)):
         due = np.asarray(due, np.float32)

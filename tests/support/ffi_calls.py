@@ -35,7 +35,7 @@ def _with_other_operands() -> Iterator[Case]:
     ssd, of_x = by_name["ssd"], (bf16, bf16, f32, bf16, bf16, f32)
     sizes = ssd.sizes | dict(p=8, n=8)
     yield replace(ssd, name="ssd_bf16", sizes=sizes, dtypes=(*of_x, bf16, f32, jnp.int32, f32))
-    bwd = dict(sizes=sizes, dtypes=(bf16, f32, *of_x, None, f32, jnp.int32, f32), ones={"D": ("p",)})
+    bwd = dict(sizes=sizes, dtypes=(bf16, f32, *of_x, f32, jnp.int32, f32), ones={"D": ("p",)})
     outputs = ("dx", "ddt", "dA", "dB", "dC", "dD", "ddt_bias", "dinitial")
     yield replace(by_name["ssd_bwd"], name="ssd_bwd_bf16", outputs=outputs, **bwd)
     for ones in ((), ("g",), ("b...0", "g")):

@@ -72,12 +72,18 @@ def conv(given, segments, silu):
     return jax.nn.silu(y) if silu else y, jnp.where((runs[s:] == runs[-1])[:, None], tokens[s:], 0)
 
 
-def near(got, want, size, name, error):
-    """|got - want| <= error of the size, a rounding to got's type, and the smallest number of that type."""
+def through_gate(name, dy):
+    """`small` of `near`: the gradient of z is y before its gate, rounded to its type, times dy and a slope of at most
+    1.1."""
+    return 1 + 1.1 * np.abs(np.asarray(dy, np.float64)) if name == "z" else 1
+
+
+def near(got, want, size, name, error, small=1):
+    """|got - want| <= error of the size, roundings to got's type, and `small` of the smallest number of that type."""
     info = jnp.finfo(got.dtype)
     got, want, size = (np.asarray(a, np.float64) for a in (got, want, size))
     assert np.isfinite(got[np.abs(want) < float(info.max)]).all(), name
-    bound = error * size + float(info.eps) * np.abs(want) + max(float(info.smallest_subnormal), 1e-30)
+    bound = error * size + float(info.eps) * np.abs(want) + small * max(float(info.smallest_subnormal), 1e-30)
     off = np.where(np.abs(want) < float(info.max), np.abs(got - want) / bound, 0)
     assert off.max(initial=0) <= 1, f"{name}: {off.max():.3g} times what is allowed"
 

@@ -16,14 +16,13 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
-from te_jax.ops.formats import ceil_div
 from te_jax.ops.quantize.activation import silu
+from te_jax.ops.ssm import kernels
 from te_jax.ops.ssm.conv import check_shape
-from te_jax.ops.ssm.pieces import CTAS, Pieces, cut, joined, pieces_of
-from te_jax.ops.ssm.runs import one_batch, runs_and_rows, runs_of
+from te_jax.ops.ssm.kernels import KEPT
+from te_jax.ops.ssm.runs import one_batch, runs_of
+from te_jax.ops.ssm.steps import step_sizes
 
-KEPT = 512
-"""Tokens: how often the state is kept for the backward pass."""
 _PLAIN_CHUNK = 128  # tokens of a chunk of the reference
 
 
@@ -115,17 +114,6 @@ def _only(a, tokens, axis):
     return jnp.where(jnp.expand_dims(tokens, tuple(i for i in range(a.ndim) if i not in at)), a, 0)
 
 
-def step_sizes(
-    dt: jax.Array, bias: jax.Array | None, *, softplus: bool, least: float, most: float, wide: Any
-) -> jax.Array:
-    """How far each token moves the state, f32[b, s, h]. A step that is at a bound has the gradient of one within, which
-    jnp.clip would halve."""
-    dt = dt.astype(wide)
-    dt = dt if bias is None else dt + as_rank(bias.astype(wide), dt.ndim)
-    dt = jax.nn.softplus(dt) if softplus else dt
-    return jnp.where(dt < least, least, jnp.where(dt > most, most, dt))
-
-
 def _to_chunks(a, s):
     """[b, s, ...] -> [c, b, l, ...]: chunks, the last one filled up with zeros. None stays."""
     if a is None:
@@ -190,11 +178,11 @@ def _scan(call, state):
     return lax.scan(body, state, (call.chunks, call.runs))
 
 
-def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, *, softplus, least, most, shared):
+def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, dt_bias, segments, states, *, softplus, least, most, shared):
     lead, s, wide = x.ndim - 3, x.shape[-3], states.dtype
     of_steps = partial(step_sizes, softplus=softplus, least=least, most=most, wide=wide)
     steps, pull_steps = jax.vjp(of_steps, dt, dt_bias)
-    call = _Call.of(x, steps, A, B, C, D, z, segments, lead)
+    call = _Call.of(x.astype(dy.dtype), steps, A, B, C, D, None, segments, lead)
 
     def body(carry, tokens):
         dstate, total = carry
@@ -215,112 +203,24 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, 
     ddt, ddt_bias = pull_steps(grads.steps.reshape(steps.shape))
     shaped = lambda a, of: None if of is None else a.reshape(of.shape).astype(of.dtype)
     whole = (shaped(grads.x, x), ddt, shaped(dA, A), shaped(grads.B, B), shaped(grads.C, C))
-    rest = (shaped(dD, D), shaped(grads.z, z), ddt_bias)
-    return *whole, *rest, dinitial.reshape(*x.shape[:lead], *dinitial.shape[1:])
+    return *whole, shaped(dD, D), ddt_bias, dinitial.reshape(*x.shape[:lead], *dinitial.shape[1:])
 
 
-# -- CUDA -------------------------------------------------------------------------------------------------------
-
-_TILE = 64  # tokens of a chunk of the kernels
-_SLAB_BYTES = 48 << 20  # of the states of a slab's chunks, which so stay in L2
-_STEPS, _ENDS = 2 * _TILE * 4, (6 * _TILE + 4) * 4  # bytes of a chunk and a head
-
-
-def _has_scan_kernel(most_states, x, B, C, *others):
-    """Whether the kernels take such operands. others: what they compute with in f32, or None."""
-    sizes_known = all(isinstance(size, int) for a in (x, B) for size in a.shape)
-    in_bf16 = all(a.dtype == jnp.bfloat16 for a in (x, B, C))
-    in_f32 = all(a is None or a.dtype == jnp.float32 for a in others)
-    p, n = x.shape[-1], B.shape[-1]
-    return sizes_known and in_bf16 and in_f32 and p % 8 == 0 and n % 8 == 0 and 8 <= n <= most_states
-
-
-def _cuda(call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
-    gates = z is None or z.dtype == x.dtype
-    if not gates or not _has_scan_kernel(256, x, B, C, A, D, dt_bias, initial):
-        return _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
-    dt = dt if dt.dtype == x.dtype else dt.astype(jnp.float32)
-    runs, x1, dt, B, C, z, initial = runs_and_rows(x.ndim - 3, segments, x, dt, B, C, z, initial)
-    if (count := pieces_of(x1, KEPT)) > 1:
-        runs, x1, dt, B, C, z = (cut(a, count) for a in (runs, x1, dt, B, C, z))
-        steps, pieces = _pieces(count, dt, A, dt_bias, runs, **attrs)
-        initial = pieces.begin(x1, steps, B, initial)
-    results = call(x1, dt, A, B, C, D, z, dt_bias, runs, initial, **attrs)
-    results = [joined(a, count, x.shape[-2], True) for a in results]
-    return [a.reshape(*x.shape[:-3], *a.shape[1:]) for a in results]
-
-
-def _pieces(count, dt, A, dt_bias, runs, *, softplus, least, most, **_):
-    steps = step_sizes(dt, dt_bias, softplus=softplus, least=least, most=most, wide=jnp.float32)
-    return steps, Pieces(count, steps * A, runs)
-
-
-def _scan_bwd_cuda(call, dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs):
-    types_fit = dy.dtype == x.dtype and dt.dtype in (x.dtype, jnp.float32)
-    fits = types_fit and z is None and (D is None or D.shape[-1] == 1) and x.size
-    if not fits or not _has_scan_kernel(128, x, B, C, A, D, dt_bias, dfinal, states):
-        return _bwd_reference(dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs)
-    runs, dy, dfinal, x1, dt, B, C, states = runs_and_rows(x.ndim - 3, segments, dy, dfinal, x, dt, B, C, states)
-    if (count := pieces_of(x1, KEPT)) > 1:
-        runs, dy, x1, dt, B, C, states = (cut(a, count) for a in (runs, dy, x1, dt, B, C, states))
-        pieces = _pieces(count, dt, A, dt_bias, runs, **attrs)[1]
-        states, dfinal = pieces.kept(states), pieces.end(dy, C, dfinal)
-    slab = _slab(*x1.shape, B.shape[-1], B.shape[-2])
-    grads = call(dy, dfinal, x1, dt, A, B, C, D, None, dt_bias, runs, states, **attrs, **slab)
-    grads = [joined(a, count, x.shape[-2], False) for a in grads]
-    return [a if a.ndim <= 2 else a.reshape(*x.shape[:-3], *a.shape[1:]) for a in grads]
-
-
-def _slab(rows, s, h, p, n, g):
-    """How csrc/ssm/scan_bwd.cu cuts a call: rows and tokens of a slab, heads of a CTA."""
-    blocks = ceil_div(s, KEPT)
-    at_once = min(64, max(1, _SLAB_BYTES // (KEPT // _TILE * h * p * n * 4)))
-    slab_rows = min(rows, 256, at_once)  # rows first: their tokens come one after the other
-    tokens = min(KEPT * min(at_once // slab_rows, blocks), ceil_div(s, _TILE) * _TILE)
-    chunks = slab_rows * (tokens // _TILE) * h
-    return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, ceil_div(chunks, CTAS))))
-
-
-def _steps_bytes(x):
-    rows, s, h, _ = x.shape
-    return rows * ceil_div(s, _TILE) * h * _STEPS
-
-
-def _workspace(x, *_, **attrs):
-    return _steps_bytes(x)
-
-
-def _bwd_workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
-    (rows, _, h, p), (g, n) = x.shape, B.shape[2:]
-    chunks = slab_rows * (slab_tokens // _TILE)
-    carried = 0 if "dinitial" in outputs else rows * h * p * n * 4
-    parts = 2 * chunks * _TILE * g * ceil_div(h // g, slab_heads) * n * 4
-    sizes = _steps_bytes(x), chunks * h * _ENDS, carried, 2 * chunks * h * p * n * 2, parts
-    return sum(ceil_div(size, 256) * 256 for size in sizes)
-
-
-def _parts_of_scan(dy, dfinal, x, *_, **attrs):
-    """Partials of what is summed over tokens: one for each chunk of a row."""
-    return (x[0] * ceil_div(x[1], _TILE),)
-
-
-_OF_SCAN = (
-    "x: b... s (g r) p, dt: b... s (g r), A: (g r), B: b... s ~g n, C: b... s ~g n, D?: (g r) ~p, "
-    "z?: b... s (g r) p, dt_bias?: (g r), segments?: b... s"
-)
+_X, _OF_TOKENS = "b... s (g r) p", "dt_bias?: (g r), segments?: b... s"
+_OF_SCAN = f"x: {_X}, dt: b... s (g r), A: (g r), B: b... s ~g n, C: b... s ~g n, D?: (g r) ~p"
 _STATE, _STATES = "b... (g r) p n", f"b... s/{KEPT} (g r) p n"
 _SHARED = {"r": lambda *, shared, **_: shared}
 _sum_type = lambda x: jnp.promote_types(x, jnp.float32)
 
 ssd_fwd: Op = Op(
     "te_ssd_fwd",
-    f"{_OF_SCAN}, initial?: {_STATE} -> y: b... s (g r) p, final?: {_STATE}, states?: {_STATES}",
+    f"{_OF_SCAN}, z?: {_X}, {_OF_TOKENS}, initial?: {_STATE} -> y: {_X}, final?: {_STATE}, states?: {_STATES}",
     replicated="s r p n",
     dtypes=lambda x, *_, **attrs: (x, _sum_type(x), _sum_type(x)),
     reference=_reference,
     sizes=_SHARED,
-    workspace=_workspace,
-    cuda=_cuda,
+    workspace=kernels.scan_workspace,
+    cuda=partial(kernels.scan, _reference),
 )
 """x, z of a floating type [b..., s, h, p], dt [b..., s, h], A, dt_bias [h], B, C [b..., s, g, n], D [h, p] or [h, 1],
 segments i32[b..., s], initial [b..., h, p, n] -> y of x's type, final f32: `ssd`, and
@@ -333,21 +233,21 @@ which then is broadcast to all heads, so that devices may split them.
 
 ssd_bwd: Op = Op(
     "te_ssd_bwd",
-    f"dy: b... s (g r) p, dfinal?: {_STATE}, {_OF_SCAN}, states: {_STATES} -> dx: =x, ddt: =dt, dA: =A, dB: =B, "
-    f"dC: =C, dD?: =D, dz?: =z, ddt_bias?: =dt_bias, dinitial?: {_STATE}",
+    f"dy: {_X}, dfinal?: {_STATE}, {_OF_SCAN}, {_OF_TOKENS}, states: {_STATES} -> dx: =x, ddt: =dt, dA: =A, "
+    f"dB: =B, dC: =C, dD?: =D, ddt_bias?: =dt_bias, dinitial?: {_STATE}",
     replicated="s r p n",
     combine={name: "sum" for name in ("dA", "dB", "dC", "dD", "ddt_bias")},
-    dtypes=lambda dy, dfinal, x, dt, A, B, C, D, z, dt_bias, segments, states, **attrs: (
-        *(x, dt, A, B, C, D, z, dt_bias, states),
+    dtypes=lambda dy, dfinal, x, dt, A, B, C, D, dt_bias, segments, states, **attrs: (
+        *(x, dt, A, B, C, D, dt_bias, states),
     ),
     reference=_bwd_reference,
     sizes=_SHARED,
-    partials=dict.fromkeys(("dA", "dD", "ddt_bias"), _parts_of_scan),
-    workspace=_bwd_workspace,
-    cuda=_scan_bwd_cuda,
+    partials=dict.fromkeys(("dA", "dD", "ddt_bias"), kernels.scan_bwd_partials),
+    workspace=kernels.scan_bwd_workspace,
+    cuda=partial(kernels.scan_bwd, _bwd_reference),
 )
-"""The backward pass of te_ssd_fwd, of its operands and the states that it kept: results of the operands' types, and
-dinitial in f32. What happens within a chunk is computed again."""
+"""The backward pass of te_ssd_fwd without z, of its operands and the states that it kept: results of the operands'
+types, and dinitial in f32. dy is of x's type or f32. What happens within a chunk is computed again."""
 
 
 LIMIT = Kind(
@@ -389,9 +289,10 @@ def ssd(
     last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
     arguments; the backward pass keeps the state before each 512 tokens.
 
-    On a GPU kernels compute it where x, B, C and z are bf16, and p and n multiples of 8, n at most 256; gradients where
-    n is at most 128, D [h] or None, and z None. Operands of products are then rounded to bf16, sums are f32. Everything
-    else is plain JAX there too.
+    On a GPU kernels compute it and its gradients where x, B, C and z are bf16, and p and n multiples of 8, n at most
+    256. Operands of products are then rounded to bf16, sums are f32. Everything else is plain JAX there too. With z the
+    backward pass computes y before its gate again; with more than 128 states, or with a D [h, p], its results are sums
+    of rounded ones.
 
     An inf or NaN of a token may reach all tokens of its chunk of 128, as 0 times it in a product, and from other chunks
     only those of its segment; so does that of a gradient. What stands between segments must be finite, as keys that
@@ -452,15 +353,25 @@ def _ssd_fwd(*args):
 
 
 def _ssd_bwd(static, residuals, cotangents):
-    *operands, initial, states = residuals
+    x, dt, A, B, C, D, z, dt_bias, segments, initial, states = residuals
+    operands, attrs = (x, dt, A, B, C, D, dt_bias, segments), dict(static[0])
     dy, *dfinal = cotangents
-    names = ("dx", "ddt", "dA", "dB", "dC", "dD", "dz", "ddt_bias", "dinitial")
-    floats = dict(zip(names, (*operands[:8], initial)))
+    if z is not None:
+        (y,) = ssd_fwd(*operands[:6], None, dt_bias, segments, initial, outputs=("y",), **attrs)
+        dy, dz = _ungated(dy, y, z)
+    floats = dict(dx=x, ddt=dt, dA=A, dB=B, dC=C, dD=D, ddt_bias=dt_bias, dinitial=initial)
     wanted = tuple(name for name, of in floats.items() if of is not None)
-    grads = ssd_bwd(dy, dfinal[0] if dfinal else None, *operands, states, outputs=wanted, **dict(static[0]))
+    grads = ssd_bwd(dy, dfinal[0] if dfinal else None, *operands, states, outputs=wanted, **attrs)
     got = {name: like(grad, floats[name]) for name, grad in zip(wanted, grads)}
-    of = [got.get(name) for name in names]
-    return *of[:8], None, of[8]
+    *of, dbias, dinitial = (got.get(name) for name in floats)
+    return *of, None if z is None else like(dz, z), dbias, None, dinitial
+
+
+def _ungated(dy, y, z):
+    """The gradients of y silu(z), to y not rounded to its type."""
+    wide = jnp.promote_types(y.dtype, jnp.float32)
+    _, pull = jax.vjp(lambda y, z: y * silu(z), y.astype(wide), z.astype(wide))
+    return pull(dy.astype(wide))
 
 
 _ssd.defvjp(_ssd_fwd, _ssd_bwd)
