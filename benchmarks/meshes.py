@@ -55,11 +55,15 @@ class Trainee(layers.Trainee):
         self.mesh = Mesh(devices, (_AXIS,), axis_types=(AxisType.Auto,))
         super().__post_init__()
 
+    @property
+    def resource(self) -> te.MeshResource:
+        return self.role.resource
+
     @contextmanager
     def scope(self):
         with ExitStack() as stack:
             stack.enter_context(jax.set_mesh(self.mesh))
-            stack.enter_context(te.autocast(bool(self.recipe), self.recipe, self.role.resource))
+            stack.enter_context(te.autocast(bool(self.recipe), self.recipe, self.resource))
             stack.enter_context(nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())))
             yield
 

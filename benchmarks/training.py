@@ -5,11 +5,11 @@ positions, a vocabulary of 32768 whose embedding is also the head. Rows have 204
 parallelism 2, since plain Flax keeps whole activations there; for context parallelism it is one row of 32768. In all
 implementations parameters and AdamW's moments are f32, activations, embedding and head bf16; FP8 are the products of
 layers. No layer is computed again in the backward pass (no remat); plain Flax keeps most for it, some 70 GB on one GPU.
-Rows of "bf16 gradients" cast the parameters at the top of the loss, so that gradients cross devices in bf16.
+Rows of "bf16 gradients" have the MeshResource's `gradient_dtype`: gradients cross devices in bf16.
 """
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import jax
@@ -25,7 +25,7 @@ from . import flax_layer, gpt, layers, meshes
 from .cases import Case
 from .timing import Call, compiled
 
-CAST = ", bf16 gradients"
+IN_BF16 = ", bf16 gradients"
 _SETTLE = 5  # steps before those that are measured: by then scales follow their amaxes
 
 
@@ -109,8 +109,13 @@ class Trainee(meshes.Trainee):
     """A Gpt by one implementation. Its x are tokens, its dy the tokens behind them."""
 
     def __init__(self, model: Gpt, impl: str):
-        self.optimizer, self.casts = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000), impl.endswith(CAST)
-        super().__init__(model, impl.removesuffix(CAST), model.role, model.gpus)
+        self.optimizer = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
+        self.in_bf16 = impl.endswith(IN_BF16)
+        super().__init__(model, impl.removesuffix(IN_BF16), model.role, model.gpus)
+
+    @property
+    def resource(self):
+        return replace(super().resource, gradient_dtype=jnp.bfloat16 if self.in_bf16 else None)
 
     def _data(self):
         layer = self.model.stack.layer
@@ -137,8 +142,6 @@ class Trainee(meshes.Trainee):
 
     def train_step(self, state: te_flax.TrainState, tokens, targets):
         def loss(params, fp8):
-            if self.casts:
-                params = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
             return cross_entropy(self.forward(params, fp8, tokens, self.key), targets)
 
         value, grads = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.fp8)
@@ -182,8 +185,8 @@ def cases(tiny: bool) -> Iterator[Case]:
     """Rates are those of one GPU."""
     kind = jax.devices()[0].device_kind
     placed_models = ((model, model.role, model.gpus) for model in models(tiny, jax.device_count()))
-    casts = lambda model, impl: "fp8" in impl and model.role in (meshes.DP, meshes.FSDP)
-    rows = ((row, more) for row in meshes.trainees(placed_models) for more in ("", *[CAST] * casts(row[0], row[-1])))
+    sums = lambda model, impl: "fp8" in impl and model.role in (meshes.DP, meshes.FSDP)
+    rows = ((row, more) for row in meshes.trainees(placed_models) for more in ("", *[IN_BF16] * sums(row[0], row[-1])))
     for (model, _, gpus, impl), more in rows:
         fp8, impl = "fp8" in impl, impl + more
         yield Case(

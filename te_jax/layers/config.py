@@ -3,13 +3,14 @@
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.tensor import Fp8Tensor, wide_of
 from te_jax.recipe import Recipe
-from te_jax.sharding.resource import stage_axes
+from te_jax.sharding.resource import MeshResource, current_mesh_resource, stage_axes
 
 
 class Config(NamedTuple):
@@ -29,10 +30,17 @@ class Config(NamedTuple):
     precision: Any = None  # `jax.default_matmul_precision` of the call, for unquantized GEMMs of the backward pass
     expert_axes: frozenset[str] = frozenset()  # over which experts differ, whose tensors share nothing
     on_mesh: bool = False  # a mesh of several devices is in force (`jax.set_mesh`): there may be sums over them
+    gradient_dtype: Any = None  # of MeshResource
 
     def unshared_axes(self, of_experts: bool) -> frozenset[str]:
         """The mesh axes over which a tensor shares no statistics. of_experts: each expert has its own."""
         return self.stage_axes | self.expert_axes if of_experts else self.stage_axes
+
+    @property
+    def wgrad_dtype(self) -> Any:
+        """What wgrad writes and devices add up; the weight's gradient is then of the weight's type."""
+        narrower = self.on_mesh and self.gradient_dtype is not None
+        return jnp.dtype(self.gradient_dtype) if narrower and self.weight.dtype == jnp.float32 else self.weight.dtype
 
     @property
     def features(self) -> int:
@@ -77,4 +85,5 @@ class Config(NamedTuple):
             isinstance(weight, Fp8Tensor),
             jax.config.jax_default_matmul_precision,
             on_mesh=jax.sharding.get_abstract_mesh().size > 1,
+            gradient_dtype=(current_mesh_resource() or MeshResource()).gradient_dtype,
         )

@@ -71,8 +71,8 @@ def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array 
 
 @product(WGRAD)
 def wgrad(x: Fp8Tensor, dy: Fp8Tensor, config: Config, onto: jax.Array | None = None) -> jax.Array:
-    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the weight's type, or f32 plus `onto`."""
-    dtype, lead = config.weight.dtype if onto is None else onto.dtype, config.lead
+    """x [*B, *C] and dy [*B, *F] -> dw [*C, *F], of the config's `wgrad_dtype`, or f32 plus `onto`."""
+    dtype, lead = config.wgrad_dtype if onto is None else onto.dtype, config.lead
     if config.recipe.override_linear_precision[_WGRAD]:
         with jax.default_matmul_precision(config.precision):
             product = dot(x.wide, range(lead), dy.wide, range(lead), dtype, out_spec=explicit_spec(config.weight))

@@ -1,7 +1,6 @@
 """Logical axis names: what Flax's rules and the MeshResource in force make of them."""
 
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import Any
 
 from jax.sharding import PartitionSpec
@@ -86,7 +85,7 @@ def extend_logical_axis_rules(rules: Sequence[tuple[Any, ...]]) -> Sequence[tupl
         _check_rule(rule)
     resource = current_mesh_resource()
     if not mesh_sizes():
-        named = {} if resource is None else {f.name: getattr(resource, f.name) for f in fields(resource)}
+        named = {} if resource is None else resource.axes
         named = ", ".join(f"{role}={axis!r}" for role, axis in named.items() if axis is not None)
         if named:
             raise ValueError(

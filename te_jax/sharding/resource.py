@@ -5,11 +5,14 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
+from jax.typing import DTypeLike
 
-from te_jax.core.check import NONE, STRING, Kind, KnownFields, check
+from te_jax.core.check import NONE, STRING, Kind, KnownFields, check, is_dtype
 from te_jax.core.scope import Scope
 
+_SUMMED_IN = NONE | Kind("jnp.bfloat16", is_dtype, lambda dtype: jnp.dtype(dtype) == jnp.bfloat16)
 _AXIS = Kind("the name of a mesh axis, or None", (NONE | STRING).is_type, lambda axis: axis != "")
 
 
@@ -25,8 +28,11 @@ class MeshResource(KnownFields):
     pp_resource, cp_resource: Pipeline and context parallelism (the sequence in attention).
     ep_resource:   Expert parallelism: divides the experts of MoEBlock, and splits the batch. It may be the axis of dp
                    or fsdp.
+    gradient_dtype: The type in which devices add up the gradients of weights: jnp.bfloat16, for half the bytes of f32,
+                   or None for the type of each weight, which its gradient has in any case. Of products in FP8.
 
-    Raises TypeError for a field that is no string, ValueError for an axis that two other fields name.
+    Raises TypeError for a field that is no string, or no dtype, ValueError for an axis that two other fields name, and
+    for another dtype.
     """
 
     dp_resource: str | None = None
@@ -36,22 +42,27 @@ class MeshResource(KnownFields):
     pp_resource: str | None = None
     cp_resource: str | None = None
     ep_resource: str | None = None
+    gradient_dtype: DTypeLike | None = None
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            check("MeshResource", field.name, value, _AXIS)
+        check("MeshResource", "gradient_dtype", self.gradient_dtype, _SUMMED_IN)
+        for name, axis in self.axes.items():
+            check("MeshResource", name, axis, _AXIS)
         self._check_roles()
+
+    @property
+    def axes(self) -> dict[str, str | None]:
+        """The mesh axis of each field that names one."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name.endswith("_resource")}
 
     def _check_roles(self):
         roles = {}
-        for field in fields(self):
-            axis = getattr(self, field.name)
-            if field.name == "ep_resource" and axis in (None, self.dp_resource, self.fsdp_resource):
+        for name, axis in self.axes.items():
+            if name == "ep_resource" and axis in (None, self.dp_resource, self.fsdp_resource):
                 continue
-            if axis is not None and roles.setdefault(axis, field.name) != field.name:
+            if axis is not None and roles.setdefault(axis, name) != name:
                 raise ValueError(
-                    f"MeshResource: {roles[axis]} and {field.name} are both {axis!r}; give each an axis of its own, "
+                    f"MeshResource: {roles[axis]} and {name} are both {axis!r}; give each an axis of its own, "
                     "or leave one None (fsdp shards the batch as well, tpsp is tensor parallelism too)."
                 )
 
@@ -112,11 +123,10 @@ def check_mesh_resource(resource: MeshResource) -> None:
     sizes = mesh_sizes()
     if not sizes:
         return
-    for field in fields(resource):
-        axis = getattr(resource, field.name)
+    for name, axis in resource.axes.items():
         if axis is not None and axis not in sizes:
             raise ValueError(
-                f"MeshResource: {field.name} is {axis!r}, but the mesh in force has the axes {tuple(sizes)}; "
+                f"MeshResource: {name} is {axis!r}, but the mesh in force has the axes {tuple(sizes)}; "
                 "name one of them, or None."
             )
     tp, tpsp = resource.tp_resource, resource.tpsp_resource

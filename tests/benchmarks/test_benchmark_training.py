@@ -48,7 +48,7 @@ def test_rows():
     cases = list(training.cases(tiny=False))
     assert len({case.label for case in cases}) == len(cases)
     impls = lambda place: {case.impl for case in cases if f" {place} step" in case.name}
-    cast = {impl + training.CAST for impl in meshes.IMPLS if "fp8" in impl}
+    cast = {impl + training.IN_BF16 for impl in meshes.IMPLS if "fp8" in impl}
     assert impls(f"dp={COUNT}") == impls("fsdp=1") == set(meshes.IMPLS) | cast
     assert impls(f"tp={COUNT}") == set(meshes.IMPLS) == impls(f"cp={COUNT}") | {"flax bf16"}
 

@@ -181,10 +181,15 @@ def test_a_loss_that_leaves_the_collection_out(rng):
             state.replace(params={"other": jnp.ones(2)}).accumulate_gradients(loss, x, wgrads=wgrads)
 
 
-@pytest.mark.parametrize("name,dtype", [("f32", jnp.float32), ("bf16", jnp.bfloat16)])
-def test_gradients_cross_devices_in_the_type_of_what_the_layers_read(name, dtype):
-    """Those of f32 parameters in bf16, where the loss casts them first; what else crosses is amaxes, as integers."""
-    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "name, dtype, asked",
+    [("f32", jnp.float32, None), ("bf16", jnp.bfloat16, None), ("bf16", jnp.float32, jnp.bfloat16)],
+)
+def test_gradients_cross_devices_in_the_type_of_what_the_layers_read(name, dtype, asked, kind):
+    """Those of f32 parameters in bf16, where the loss casts them first, or the MeshResource asks for it; what else
+    crosses is amaxes, as integers, and the gradients of norms."""
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(kind,))
     place = lambda spec, a: jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, spec))
     x = place(P("dp"), jax.ShapeDtypeStruct((8, WIDTH), jnp.bfloat16))
     model = te_flax.LayerNormDenseGeneral(WIDTH, dtype=jnp.bfloat16)
@@ -193,8 +198,30 @@ def test_gradients_cross_devices_in_the_type_of_what_the_layers_read(name, dtype
         params = jax.tree.map(lambda p: p.astype(dtype), params)
         return jnp.mean(model.apply({"params": params}, x)[0].astype(jnp.float32))
 
-    with te.autocast(True, CURRENT, te.MeshResource(dp_resource="dp")):
-        variables = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x))
+    with te.autocast(True, CURRENT, te.MeshResource(dp_resource="dp", gradient_dtype=asked)):
+        variables = nn.meta.unbox(jax.eval_shape(model.init, jax.random.key(0), x.update(sharding=None)))
         params = jax.tree.map(lambda a: place(P(), a), variables["params"])
         _, found = collectives.compiled(jax.jit(jax.grad(loss)), params, x, mesh=mesh)
-    assert {c.dtype for c in found if c.bytes >= WIDTH * 2} == {name}
+    assert {c.dtype for c in found if c.bytes >= WIDTH * WIDTH * 2} == {name}
+
+
+def test_gradients_added_up_in_bf16(rng):
+    """As those of f32, but for seven roundings, of the sums of four devices and of their three additions, each of at
+    most half a unit in the last place of a number as large as the largest gradient; of the weight's type."""
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
+    x, kernel = rng.standard_normal((8, 32)).astype(np.float32), rng.standard_normal((32, 16)).astype(np.float32)
+
+    def run(asked, over):
+        with te.autocast(True, CURRENT, te.MeshResource(dp_resource="dp", gradient_dtype=asked) if over else None):
+            loss = lambda kernel, x: jnp.sum(dense(x, kernel, recipe=CURRENT) ** 2)
+            return jax.jit(jax.grad(loss))(kernel, x)
+
+    alone = run(None, False)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, NamedSharding(mesh, P("dp")))
+        in_f32, in_bf16 = run(None, True), run(jnp.bfloat16, True)
+    assert in_bf16.dtype == jnp.float32
+    np.testing.assert_allclose(in_f32, alone, rtol=1e-5, atol=1e-4)
+    terms = np.abs(np.asarray(in_f32)).max()
+    np.testing.assert_allclose(in_bf16, in_f32, rtol=0, atol=7 * 2.0**-9 * terms)
+    assert not np.array_equal(in_bf16, in_f32)

@@ -253,3 +253,12 @@ def test_pieces(rng, monkeypatch, begins):
     for mine, due in (*forward, *zip(got, want, strict=True)):
         due = np.asarray(due, np.float32)
         np.testing.assert_allclose(np.asarray(mine, np.float32), due, rtol=0, atol=2.0**-7 * np.abs(due).max())
+
+
+@pytest.mark.parametrize("at", range(5), ids=["rows", "tokens", "heads", "channels", "states"])
+def test_a_size_of_zero(at):
+    b, s, h, p, n = (0 if i == at else size for i, size in enumerate((2, 5, 2, 8, 8)))
+    x, dt, B = jnp.zeros((b, s, h, p)), jnp.zeros((b, s, h)), jnp.zeros((b, s, 1, n))
+    y, pull = jax.vjp(lambda x, dt, B, C: ssd(x, dt, -jnp.ones(h), B, C, jnp.ones(h)), x, dt, B, B)
+    assert y.shape == x.shape
+    assert [grad.shape for grad in pull(y)] == [x.shape, dt.shape, B.shape, B.shape]

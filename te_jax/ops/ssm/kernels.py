@@ -21,8 +21,9 @@ def _has_kernel(x, B, C, *others):
     sizes_known = all(isinstance(size, int) for a in (x, B) for size in a.shape)
     in_bf16 = all(a.dtype == jnp.bfloat16 for a in (x, B, C))
     in_f32 = all(a is None or a.dtype == jnp.float32 for a in others)
-    p, n = x.shape[-1], B.shape[-1]
-    return sizes_known and in_bf16 and in_f32 and p % 8 == 0 and n % 8 == 0 and 8 <= n <= 256
+    (*rows, _, h, p), n = x.shape, B.shape[-1]
+    sizes_fit = sizes_known and 0 not in (*rows, h, p) and p % 8 == 0 and n % 8 == 0 and 8 <= n <= 256
+    return sizes_fit and in_bf16 and in_f32
 
 
 def scan(reference, call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):

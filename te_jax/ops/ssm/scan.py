@@ -48,7 +48,7 @@ _dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 def _by_groups(a, groups):
     """[b, h, ...] -> [b, g, r, ...]."""
-    return a.reshape(a.shape[0], groups, -1, *a.shape[2:])
+    return a.reshape(a.shape[0], groups, a.shape[1] // groups, *a.shape[2:])
 
 
 class _Left(NamedTuple):
@@ -100,7 +100,7 @@ def _of_chunk(A, D, state, chunk, runs):
     old = old * since[..., -1, None, None]
     old = old if left.sees_state is None else _only(old, left.sees_state[:, -1], 1)
     new = old + _dot("bgrlp,blgn->bgrpn", kept, B)
-    y = jnp.swapaxes(y.reshape(*y.shape[:1], -1, *y.shape[3:]), 1, 2)
+    y = jnp.swapaxes(lax.collapse(y, 1, 3), 1, 2)
     y = y if D is None else y + as_rank(D, x32.ndim) * x32
     y = y if chunk.z is None else y * silu(chunk.z.astype(wide))
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
@@ -120,12 +120,12 @@ def _to_chunks(a, s):
         return None
     length = max(1, min(s, _PLAIN_CHUNK))
     a = jnp.pad(a, [(0, 0), (0, -s % length)] + [(0, 0)] * (a.ndim - 2))
-    return jnp.moveaxis(a.reshape(a.shape[0], -1, length, *a.shape[2:]), 1, 0)
+    return jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // length, length, *a.shape[2:]), 1, 0)
 
 
 def _tokens_of(a, s):
     """The inverse of `_to_chunks`."""
-    return None if a is None else jnp.moveaxis(a, 0, 1).reshape(a.shape[1], -1, *a.shape[3:])[:, :s]
+    return None if a is None else lax.collapse(jnp.moveaxis(a, 0, 1), 1, 3)[:, :s]
 
 
 def _runs_of_chunks(segments, s):
@@ -164,8 +164,8 @@ def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, le
     state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else one_batch(initial.astype(wide), lead)
 
     final, (y, states) = _scan(call, align(state, x)[0])
-    y, states = _tokens_of(y, s).reshape(x.shape), states[:: KEPT // _PLAIN_CHUNK]
-    return y, final.reshape(*batch, *final.shape[1:]), jnp.moveaxis(states, 0, 1).reshape(*batch, -1, h, p, n)
+    y, states = _tokens_of(y, s).reshape(x.shape), jnp.moveaxis(states[:: KEPT // _PLAIN_CHUNK], 0, 1)
+    return y, final.reshape(*batch, *final.shape[1:]), states.reshape(*batch, *states.shape[1:])
 
 
 def _scan(call, state):
