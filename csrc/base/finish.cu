@@ -1,6 +1,7 @@
 #include "base/device.h"
 #include "base/finish.h"
 #include "base/fp8.cuh"
+#include "base/launch.h"
 #include "base/reduce.cuh"
 
 namespace te {
@@ -83,21 +84,13 @@ __global__ void __launch_bounds__(kColumns* kRows) te_finish(const __grid_consta
   }
 }
 
-// On Hopper, with code that awaits the kernel ahead, te_finish starts before that kernel is over, where the
-// kernel lets it: half of te_finish's time goes into its start.
+// Half of te_finish's time goes into its start.
 Status Launch(cudaStream_t stream, unsigned ctas, const FinishArgs& args) {
   bool early = false;
 #ifdef TE_HAS_90A
   TE_TRY(IsHopper(&early));
 #endif
-  cudaLaunchAttribute behind{};
-  behind.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  behind.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas, config.blockDim = dim3(kColumns, kRows), config.stream = stream;
-  config.attrs = &behind, config.numAttrs = early;
-  TE_CUDA(cudaLaunchKernelEx(&config, te_finish, args));
-  return {};
+  return LaunchBehind(stream, early, te_finish, ctas, dim3(kColumns, kRows), 0, args);
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 
 #include "base/device.h"
 #include "base/finish.h"
+#include "base/launch.h"
 #include "base/ops.h"
 #include "ssm/operands.cuh"
 #include "ssm/scan_bwd_ends.cuh"
@@ -46,13 +47,13 @@ Status ExpectSlab(const ScanCall& call, int64_t rows, int64_t tokens, int64_t he
 
 }  // namespace
 
-Status RunEnds(cudaStream_t stream, const GradArgs& a) {
+// early: as of LaunchBehind.
+static Status RunEnds(cudaStream_t stream, const GradArgs& a, bool early) {
   const dim3 grid(unsigned(CeilDiv(int64_t(a.slab.tokens) * a.g * a.n / 4, 256)), a.slab.rows);
-  te_ssd_bwd_sums<<<grid, 256, 0, stream>>>(a);
+  TE_TRY(LaunchBehind(stream, early, te_ssd_bwd_sums, grid, 256, 0, a));
   const dim3 chunks(unsigned(CeilDiv(a.steps.h, kWarps)), a.slab.tokens / kChunk, a.slab.rows);
   const auto steps = a.steps.runs ? te_ssd_bwd_steps<true> : te_ssd_bwd_steps<false>;
-  steps<<<chunks, kThreads, 0, stream>>>(a);
-  TE_LAUNCHED();
+  return LaunchBehind(stream, early, steps, chunks, kThreads, 0, a);
 }
 
 // Whether te_ssd_bwd has kernels of its own here.
@@ -76,7 +77,7 @@ static Status RunSlab(cudaStream_t stream, const GradArgs& a, HopperGradArgs* ho
     TE_TRY(RunOnHopper(stream, *hopper));
   }
 #endif
-  return RunEnds(stream, a);
+  return RunEnds(stream, a, hopper != nullptr);
 }
 
 static Status RunSlabs(cudaStream_t stream, const ScanCall& call, const float* dlast, GradArgs a) {

@@ -1,5 +1,6 @@
 // te_ssd_bwd on Hopper, with its tensor maps.
 #include "base/check.h"
+#include "base/launch.h"
 #include "ssm/maps.h"
 #include "ssm/scan_bwd_hopper_chunks.cuh"
 #include "ssm/scan_bwd_hopper_states.cuh"
@@ -18,10 +19,10 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
   TE_TRY(AllowShared(states, kOfStates));
   TE_TRY(AllowShared(chunks, kOfChunks));
   const unsigned walks = a.slab.rows * unsigned(1 + CeilDiv(a.slab.tokens, kKept));
-  states<<<dim3(a.steps.h, walks), kWalkThreads, kOfStates, stream>>>(given);
+  const dim3 of_states(a.steps.h, walks);
+  TE_TRY(LaunchBehind(stream, true, states, of_states, kWalkThreads, kOfStates, given));
   const dim3 grid(a.g * a.parts, a.slab.tokens / kChunk, a.slab.rows);
-  chunks<<<grid, kHopperThreads, kOfChunks, stream>>>(given);
-  TE_LAUNCHED();
+  return LaunchBehind(stream, true, chunks, grid, kHopperThreads, kOfChunks, given);
 }
 
 }  // namespace

@@ -1,4 +1,5 @@
 // te_ssd_fwd on Hopper, with its tensor maps.
+#include "base/launch.h"
 #include "ssm/maps.h"
 #include "ssm/scan_hopper.cuh"
 
@@ -12,8 +13,7 @@ Status Run(cudaStream_t stream, const HopperArgs& a, int64_t rows) {
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(AllowShared(kernel, kBytes));
   const dim3 grid(a.steps.h, unsigned(CeilDiv(a.p, kHopperChannels)), unsigned(rows));
-  kernel<<<grid, kHopperThreads, kBytes, stream>>>(a);
-  TE_LAUNCHED();
+  return LaunchBehind(stream, true, kernel, grid, kHopperThreads, kBytes, a);
 }
 
 }  // namespace

@@ -57,6 +57,7 @@ struct HopperScan {
     const int channel = first + int(threadIdx.x);
     if (threadIdx.x < kHopperChannels)
       s.D[threadIdx.x] = a.D && channel < a.p ? a.D[head * a.channels + (a.channels > 1 ? channel : 0)] : 0.f;
+    AwaitPrevious();
     __syncthreads();
   }
 

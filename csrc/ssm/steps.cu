@@ -8,6 +8,7 @@ namespace {
 
 // A warp has the tokens of a chunk of one head, two in a lane.
 __global__ void __launch_bounds__(kThreads) te_ssd_steps(const StepArgs a, Steps* steps) {
+  LetNextStart();
   constexpr float kLog2E = 1.44269504f;
   // exp2 of it is 0; larger ones would push the small ones behind them out of the sum.
   constexpr float kLeast = -160;

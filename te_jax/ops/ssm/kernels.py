@@ -96,7 +96,7 @@ def _slab(rows, s, h, p, n, g):
     """How csrc/ssm/scan_bwd.cu cuts a call: rows and tokens of a slab, heads of a CTA."""
     blocks = ceil_div(s, KEPT)
     at_once = min(64, max(1, _SLAB_BYTES // (KEPT // _TILE * h * p * n * 4)))
-    slab_rows = min(rows, 256, at_once)  # rows first: their tokens come one after the other
+    slab_rows = min(rows, at_once, max(1, CTAS // h))  # a CTA walks over the tokens of a row and head
     tokens = min(KEPT * min(at_once // slab_rows, blocks), ceil_div(s, _TILE) * _TILE)
     chunks = slab_rows * (tokens // _TILE) * h
     return dict(slab_rows=slab_rows, slab_tokens=tokens, slab_heads=max(1, min(h // g, ceil_div(chunks, CTAS))))
