@@ -33,6 +33,7 @@ from te_jax.core import versions
 from te_jax.core.public import lazy_modules as _lazy_modules
 from te_jax.core.public import public_names as _public_names
 from te_jax.explain import explain_fp8 as explain_fp8
+from te_jax.explain import explain_sharding as explain_sharding
 from te_jax.gradients import combine_by_max as combine_by_max
 from te_jax.gradients import max_fp8_metas as max_fp8_metas
 from te_jax.gradients import value_and_grad as value_and_grad
@@ -42,6 +43,8 @@ from te_jax.layers.explain_fp8 import Fp8Explanation as Fp8Explanation
 from te_jax.layers.explain_fp8 import Fp8Product as Fp8Product
 from te_jax.sharding import MeshResource as MeshResource
 from te_jax.sharding import ShardingResource as ShardingResource
+from te_jax.sharding.explain import Crossing as Crossing
+from te_jax.sharding.explain import ShardingExplanation as ShardingExplanation
 from te_jax.state import fp8 as fp8
 from te_jax.state.fp8 import FP8_COLLECTION as FP8_COLLECTION
 from te_jax.state.fp8 import autocast as autocast

@@ -1,11 +1,17 @@
-"""Which products of a model are in FP8, and why the others are not."""
+"""Which products of a model are in FP8, and why the others are not; what crosses devices."""
 
+import functools
 import importlib
+import inspect
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
+from te_jax.core.check import NONE, Kind, check
 from te_jax.layers.explain_fp8 import Fp8Explanation
 from te_jax.recipe import Recipe
+from te_jax.sharding.explain import ShardingExplanation, explain_program
 
 
 def explain_fp8(
@@ -44,3 +50,40 @@ def explain_fp8(
     options = recipe, variables, train, frozen
     # Imported here, for Flax takes a second to import.
     return importlib.import_module("te_jax.nnx.explained").explain_model(model, args, kwargs, *options)
+
+
+def explain_sharding(model: Any, *args: Any, variables: Any = None, **kwargs: Any) -> ShardingExplanation:
+    """What crosses devices in a training step on the mesh in force, in which type, how many bytes, and how many
+    products run meanwhile.
+
+        with jax.set_mesh(mesh), te_jax.autocast(recipe=recipe, mesh_resource=resource):
+            print(te_jax.explain_sharding(model, x))
+
+    model:     a module of Flax Linen: what is compiled is its forward and backward pass. Or a function, jitted or not,
+               such as a training step: what is compiled is that function.
+    args, kwargs: of its call: arrays, or `jax.ShapeDtypeStruct`s with a sharding; nothing is computed.
+    variables: of a Linen module, likewise. None: as `init` makes them, sharded by their logical axes under the
+               MeshResource in force and the rules of `nn.logical_axis_rules`.
+
+    The answer is read off the compiled program, as it is behind the partitioner, where types are those that cross; on a
+    GPU what runs between the start and the end of each transfer is read off the schedule. Compiling takes as long
+    as the first call of the step.
+
+    Raises ValueError without a mesh of several devices, TypeError for another model, and what the call raises.
+    """
+    is_function = inspect.isroutine(model) or isinstance(model, functools.partial) or hasattr(model, "lower")
+    check("explain_sharding", "variables", variables, NONE if is_function else _ANYTHING)
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or mesh.size == 1:
+        raise ValueError("explain_sharding: no mesh of several devices is in force; enter jax.set_mesh(mesh).")
+    if is_function:
+        return explain_program(functools.partial(model, **kwargs) if kwargs else model, args, mesh)
+    # Imported here, for Flax takes a second to import.
+    linen = importlib.import_module("flax.linen")
+    check("explain_sharding", "model", model, Kind(_MODELS, lambda value: isinstance(value, linen.Module)))
+    step, args = importlib.import_module("te_jax.flax.explained").step_of(model, variables, args, kwargs, mesh)
+    return explain_program(step, args, mesh)
+
+
+_MODELS = "a module of Flax Linen, or a function, such as a jitted training step of a module of NNX"
+_ANYTHING = Kind("the variables of the model", lambda value: True)

@@ -44,7 +44,8 @@ PAGES = (
         ),
         "FP8 state": ("FP8_COLLECTION", "convert_fp8_metas"),
         "What happens in a model": (
-            *("explain_fp8", "explain_attention", "explain_moe", "fp8_stats", "fp8_stats_table", "fp8_probes"),
+            *("explain_fp8", "explain_attention", "explain_moe", "explain_sharding"),
+            *("fp8_stats", "fp8_stats_table", "fp8_probes"),
             *("expert_stats", "expert_stats_table", "expert_heat_map", ...),
         ),
         "Devices": ("MeshResource", "ShardingResource"),

@@ -2,7 +2,6 @@
 
 import warnings
 
-import collectives
 import flax
 import flax_reference as ref
 import jax
@@ -21,6 +20,7 @@ from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
 from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.sharding import (
     MeshResource,
+    collectives,
     global_shard_guard,
     inverse_reorder_causal_load_balancing,
     reorder_causal_load_balancing,

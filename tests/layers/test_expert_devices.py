@@ -9,7 +9,6 @@ import re
 from dataclasses import replace
 from functools import partial
 
-import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -48,7 +47,7 @@ from te_jax.layers.produce import Role, produce, quantize_stacked
 from te_jax.layers.tensor import LayerUses
 from te_jax.ops.experts.permute import group
 from te_jax.ops.router import RouterOptions
-from te_jax.sharding import MeshResource, global_shard_guard
+from te_jax.sharding import MeshResource, collectives, global_shard_guard
 
 PIECES = ExpertExchange(pieces=2)
 WIDE = 2 * 128  # features that can be cut in two

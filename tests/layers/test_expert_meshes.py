@@ -4,7 +4,6 @@ sums of gradients, probes. The numbers are as on one device, as `test_expert_dev
 from dataclasses import replace
 from functools import partial
 
-import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,7 +17,7 @@ from te_jax import checkpoint_policies
 from te_jax.layers import ExpertExchange, MoEOptions, QuantizedKernel, moe, quantize_experts
 from te_jax.layers.tensor import Accumulator, Fp8Tensor
 from te_jax.ops.router import RouterOptions
-from te_jax.sharding import MeshResource, global_shard_guard
+from te_jax.sharding import MeshResource, collectives, global_shard_guard
 from te_jax.state import fp8
 
 # -- inside a jax.shard_map ------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import math
 import pathlib
 import sys
 
-import collectives
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -16,6 +15,7 @@ from states import restored, saved
 
 import te_jax as te
 from te_jax import optim
+from te_jax.sharding import collectives
 
 sys.path.insert(0, str(pathlib.Path(__file__).parents[2] / "examples"))
 

@@ -2,7 +2,6 @@
 
 import re
 
-import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,6 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.layers import dense
 from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
+from te_jax.sharding import collectives
 
 CURRENT = Float8CurrentScaling()
 WIDTH, K = 24, 3  # features, microbatches

@@ -2,7 +2,6 @@
 
 import functools
 
-import collectives
 import flax
 import jax
 import jax.numpy as jnp
@@ -22,7 +21,7 @@ from te_jax.ops.attention_context import context_parallel_attention
 from te_jax.ops.formats import ROWS_128
 from te_jax.ops.router import RouterOptions
 from te_jax.recipe import DelayedScaling, Float8BlockScaling, Float8CurrentScaling
-from te_jax.sharding import inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
+from te_jax.sharding import collectives, inverse_reorder_causal_load_balancing, reorder_causal_load_balancing
 from te_jax.state import fp8
 
 pytestmark = [

@@ -4,7 +4,6 @@ https://arxiv.org/abs/2205.05198; FSDP: Zhao et al. 2023, https://arxiv.org/abs/
 
 import functools
 
-import collectives
 import flax
 import jax
 import jax.numpy as jnp
@@ -45,6 +44,7 @@ from te_jax import recipe, sharding
 from te_jax.flax._common import Dropout
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.norm import norm
+from te_jax.sharding import collectives
 
 pytestmark = pytest.mark.usefixtures("on_host")
 

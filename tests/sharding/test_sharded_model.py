@@ -3,7 +3,6 @@
 import contextlib
 import functools
 
-import collectives
 import flax
 import jax
 import jax.numpy as jnp
@@ -18,6 +17,7 @@ from quick_init import quick_init
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe
+from te_jax.sharding import collectives
 
 pytestmark = pytest.mark.usefixtures("on_host")
 

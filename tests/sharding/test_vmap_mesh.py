@@ -3,7 +3,6 @@ crosses devices."""
 
 from functools import cache, partial
 
-import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ import te_jax.flax as te_flax
 from te_jax import recipe
 from te_jax.ops.attention import dot_product_attention
 from te_jax.ops.attention_context import context_parallel_attention
+from te_jax.sharding import collectives
 
 pytestmark = pytest.mark.usefixtures("on_host")
 

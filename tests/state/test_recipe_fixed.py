@@ -3,7 +3,6 @@ and that nothing looks for an amax."""
 
 import re
 
-import collectives
 import flax
 import jax
 import jax.numpy as jnp
@@ -22,6 +21,7 @@ import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax.layers import dense
 from te_jax.recipe import DelayedScaling, FixedScaling, Float8CurrentScaling, Format
+from te_jax.sharding import collectives
 
 RECIPE = FixedScaling()
 SCALES = dict(x_scale=3.0, kernel_scale=100.0, grad_scale=0.5)

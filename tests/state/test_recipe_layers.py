@@ -4,7 +4,6 @@ an emulation of its own: test_recipe_current.py, test_recipe_fixed.py, test_reci
 import functools
 
 import block_oracle as oracle
-import collectives
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +17,7 @@ from recipe_cases import losses_of_steps, near, own, results, uneven
 from te_jax.layers import dense, layernorm, layernorm_mlp
 from te_jax.ops.activation import activation
 from te_jax.recipe import FixedScaling, Float8BlockScaling, Float8CurrentScaling, Format, MXFP8BlockScaling
+from te_jax.sharding import collectives
 
 BLOCK, CURRENT, MXFP8 = Float8BlockScaling(), Float8CurrentScaling(), MXFP8BlockScaling()
 f32, bf16 = jnp.float32, jnp.bfloat16

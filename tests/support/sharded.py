@@ -4,7 +4,6 @@ Megatron's scheme needs."""
 import contextlib
 import functools
 
-import collectives
 import flax
 import jax
 import jax.numpy as jnp
@@ -16,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.recipe import DelayedScaling
-from te_jax.sharding import global_shard_guard
+from te_jax.sharding import collectives, global_shard_guard
 
 B, S, H, F, HEADS = 8, 16, 64, 128, 8
 RECIPE = DelayedScaling(amax_history_len=4)

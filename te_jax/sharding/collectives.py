@@ -11,6 +11,8 @@ import math
 import pathlib
 import re
 import tempfile
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -24,15 +26,25 @@ _LINE = re.compile(
 _ARRAY = re.compile(r"(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
 
 
-class Collective(collections.namedtuple("Collective", "kind dtype bytes axes count")):
+class Collective(NamedTuple):
     """kind: of KINDS. dtype: HLO's name, of the widest array. bytes: of the larger side, on one device. axes: the mesh
-    axes whose devices take part, in the mesh's order. count: how many arrays it carries."""
+    axes whose devices take part, in the mesh's order. count: how many arrays it carries. channel: its number, which
+    later passes keep. names: of the operation that it comes from, and of those that read its result, as jax names them.
+    """
 
-    def __str__(self):
+    kind: str
+    dtype: str
+    bytes: int
+    axes: tuple[str, ...]
+    count: int
+    channel: int = 0
+    names: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
         return f"{self.kind} {self.dtype} {self.bytes} B over {'+'.join(self.axes) or '-'}"
 
 
-def compiled(fn, *args, mesh):
+def compiled(fn: Callable[..., Any], *args: Any, mesh: jax.sharding.Mesh) -> tuple[Any, list[Collective]]:
     """-> (the compiled program of `fn`, jitted or not, on `mesh`; its collectives). One within a loop counts once."""
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
@@ -45,37 +57,65 @@ def compiled(fn, *args, mesh):
         return program, parse(max((path.read_text() for path in found), key=len), mesh)
 
 
-def parse(text: str, mesh) -> list[Collective]:
+def parse(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
     """The collectives in the HLO `text`; those of one device are left out."""
     found, users = [], _users(text)
     for line in text.splitlines():
         if match := _LINE.search(line):
             groups = _groups(match["kind"], line)
             if max(map(len, groups), default=1) > 1:
-                one = _collective(match, groups, mesh)
+                one = _collective(match, groups, mesh)._replace(names=_names(line, users), channel=_channel(line))
                 sliced = one.kind == "all-reduce" and _is_sliced(line, users, one.bytes // max(map(len, groups)))
                 found.append(one._replace(kind="reduce-scatter") if sliced else one)
     return found
 
 
+def _channel(line) -> int:
+    return int(match[1]) if (match := re.search(r"channel_id=(\d+)", line)) else 0
+
+
+def _names(line, users) -> tuple[str, ...]:
+    """Of the line, and of what reads its value, past operations that only move it."""
+    names, name = [_op_name(line)], _DEFINED.search(line)[1]
+    while len(users[name]) == 1 and users[name][0].operation in _MOVES:
+        name = users[name][0].name
+    names += [user.op_name for user in users[name]]
+    return tuple(filter(None, names))
+
+
+def _op_name(line) -> str:
+    return match[1] if (match := re.search(r'op_name="(.*?)"', line)) else ""
+
+
 _DEFINED = re.compile(r"^\s*(?:ROOT )?(%\S+) = (\(.*?\)|\S+) ([\w-]+)\((.*?)\)")
+_MOVES = ("copy", "bitcast", "reshape", "transpose")
 
 
-def _users(text) -> dict[str, list[tuple[str, str, str]]]:
-    """{value: [(what uses it, its type, by which operation)]}."""
+class _User(NamedTuple):
+    """An operation that reads a value: the name of its own, its type, its kind, and as jax names it."""
+
+    name: str
+    type: str
+    operation: str
+    op_name: str
+
+
+def _users(text) -> dict[str, list[_User]]:
     users = collections.defaultdict(list)
-    for *user, operands in (m.groups() for m in map(_DEFINED.search, text.splitlines()) if m):
-        for operand in re.findall(r"%[\w.-]+", operands):
-            users[operand].append(tuple(user))
+    for line in text.splitlines():
+        if match := _DEFINED.search(line):
+            *user, operands = match.groups()
+            for operand in re.findall(r"%[\w.-]+", operands):
+                users[operand].append(_User(*user, _op_name(line)))
     return users
 
 
 def _is_sliced(line, users, size) -> bool:
     """Whether nothing but one slice of `size` bytes, a device's part, of the value of this line is used."""
     name = _DEFINED.search(line)[1]
-    while len(users[name]) == 1 and users[name][0][2] in ("copy", "bitcast", "reshape", "transpose"):
-        name = users[name][0][0]
-    slices = [kind for _, kind, operation in users[name] if operation == "dynamic-slice"]
+    while len(users[name]) == 1 and users[name][0].operation in _MOVES:
+        name = users[name][0].name
+    slices = [user.type for user in users[name] if user.operation == "dynamic-slice"]
     return len(users[name]) == len(slices) == 1 and _array(*_ARRAY.search(slices[0]).groups())[1] == size
 
 
@@ -149,7 +189,7 @@ def _axes(groups, mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in moved)
 
 
-def table(found, least: int = 0) -> dict[tuple, tuple[int, int]]:
+def table(found: Iterable[Collective], least: int = 0) -> dict[tuple, tuple[int, int]]:
     """{(kind, dtype, axes joined by "+"): (how many, bytes on one device)} of those above `least` bytes."""
     out = {}
     for c in found:

@@ -1,0 +1,139 @@
+"""What crosses devices in a compiled program, where, and what is computed meanwhile."""
+
+import collections
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from te_jax.sharding.collectives import Collective, compiled
+
+WIDTH = 44  # columns of a module's path in the table
+_TARGETS = re.compile(r'custom_call_target="(te_gemm\w*|te_attention\w*|te_ssd\w*|__cublas\S*?|__cudnn\S*?)"')
+_PRODUCTS = re.compile(r"__triton_gemm| (?:dot|convolution)\(")
+# What jax puts between the names of modules: transformations, loops, methods.
+_OF_JAX = re.compile(
+    r"^(while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|remat\w*|shard_map|pjit)$|[(\[.]"
+)
+
+
+@dataclass(frozen=True)
+class Crossing:
+    """Arrays that cross devices, or several that are alike.
+
+    path:    of the module that sends them, "" outside of modules; of gathered weights the module that reads them.
+    what:    the op of te_jax or the operation of jax that they belong to, with the product of a layer in front where it
+             is one: "wgrad te_gemm".
+    is_backward: whether they cross in the backward pass.
+    kind:    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute".
+    dtype:   as XLA names it, "f8e4m3fn", "bf16".
+    axes:    the mesh axes whose devices take part.
+    bytes:   of one of them on a device, of the larger side: of an all-gather its result.
+    times:   how many there are.
+    in_loop: whether each step of a loop, such as `nn.scan`, has them.
+    next_to: how many products run while they cross, of all of them the fewest; None where that is not known: on a CPU.
+    """
+
+    path: str
+    what: str
+    is_backward: bool
+    kind: str
+    dtype: str
+    axes: tuple[str, ...]
+    bytes: int
+    times: int
+    in_loop: bool
+    next_to: int | None
+
+
+@dataclass(frozen=True)
+class ShardingExplanation:
+    """What `te_jax.explain_sharding` found; `str` of it is a table. crossings: in the program's order."""
+
+    crossings: tuple[Crossing, ...]
+
+    def __str__(self) -> str:
+        if not self.crossings:
+            return "nothing crosses devices"
+        rows = [("module", "what", "crosses", "over", "bytes", "times", "next to")]
+        rows += [_row(each) for each in self.crossings]
+        widths = [max(map(len, column)) for column in zip(*rows)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
+        lines += [_sum("forward", self.crossings, False), _sum("backward", self.crossings, True)]
+        if any(each.in_loop for each in self.crossings):
+            lines.append("times with *: in each step of a loop; sums count one step.")
+        if any(each.next_to is None for each in self.crossings):
+            lines.append("What runs next to them is known where the program is compiled for a GPU.")
+        return "\n".join(lines)
+
+
+def _row(each: Crossing) -> tuple[str, ...]:
+    path = each.path if len(each.path) <= WIDTH else "..." + each.path[3 - WIDTH :]
+    next_to = "" if each.next_to is None else f"{each.next_to} products" if each.next_to else "nothing"
+    passed = ", backward" if each.is_backward else ""
+    crosses, times = f"{each.kind} {each.dtype}", f"{each.times}{'*' * each.in_loop}"
+    return path, each.what + passed, crosses, "+".join(each.axes), _short(each.bytes), times, next_to
+
+
+def _sum(name: str, crossings: tuple[Crossing, ...], is_backward: bool) -> str:
+    by_type = collections.Counter()
+    for each in crossings:
+        if each.is_backward == is_backward:
+            by_type[each.dtype] += each.bytes * each.times
+    parts = ", ".join(f"{_short(size)} of {dtype}" for dtype, size in by_type.most_common() if size)
+    return f"{name} pass: {parts or 'nothing'}"
+
+
+def _short(size: int) -> str:
+    unit, name = next((each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= each[0]), (1, "B"))
+    return f"{size} B" if unit == 1 else f"{size / unit:.1f} {name}"
+
+
+def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sharding.Mesh) -> ShardingExplanation:
+    """Of `fn`, jitted or not, compiled for these arguments."""
+    program, found = compiled(fn, *args, mesh=mesh)
+    is_gpu = mesh.devices.flat[0].platform == "gpu"
+    next_to = _next_to(program.as_text()) if is_gpu else None
+    alike = collections.defaultdict(list)
+    for one in found:
+        path, what, name = _place(one)
+        is_backward, in_loop = "transpose(" in name, "while/body" in name
+        alike[path, what, is_backward, one.kind, one.dtype, one.axes, one.bytes, in_loop].append(one.channel)
+    crossings = []
+    for (*head, in_loop), channels in alike.items():
+        known = None if next_to is None else min(next_to.get(channel, 0) for channel in channels)
+        crossings.append(Crossing(*head, len(channels), in_loop, known))
+    return ShardingExplanation(tuple(crossings))
+
+
+def _place(one: Collective) -> tuple[str, str, str]:
+    """-> the path of the module, what it is of, the name that both are of: the first one that is of an op of te_jax,
+    else of a module, else the first."""
+    parsed = [(*_parts(name), name) for name in one.names] or [("", one.kind, "")]
+    of_ops = [each for each in parsed if "te_" in each[1]]
+    return next(iter(of_ops + [each for each in parsed if each[0]]), parsed[0])
+
+
+def _parts(name: str) -> tuple[str, str]:
+    """The path and what of one of jax's names: "jit(f)/jvp(Net)/mlp/te_product[wgrad]/jit(te_gemm)/..."."""
+    *parts, last = name.split("/")
+    product = next((match[1] for part in parts if (match := re.match(r"te_product\[(\w+)\]", part))), "")
+    op = next((match[1] for part in (*parts, last) if (match := re.match(r"jit\((te_\w+)\)", part))), last)
+    return "/".join(part for part in parts if not _OF_JAX.search(part)), f"{product} {op}".strip()
+
+
+def _next_to(text: str) -> dict[int, int]:
+    """{channel of a collective: the products that run between its start and its end}, of a scheduled program's text."""
+    running, products, found = {}, 0, {}
+    for line in text.splitlines():
+        if match := re.search(r"^\s*(?:ROOT )?(%\S+) = .*? [\w-]+-start\(", line):
+            channel = re.search(r"channel_id=(\d+)", line)
+            running[match[1]] = int(channel[1]) if channel else 0, products
+        elif match := re.search(r" [\w-]+-done\((%[\w.-]+)", line):
+            channel, before = running.pop(match[1], (0, products))
+            found[channel] = min(found.get(channel, products - before), products - before)
+        elif _TARGETS.search(line) or _PRODUCTS.search(line):
+            products += 1
+    return found
