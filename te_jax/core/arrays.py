@@ -1,5 +1,6 @@
 """Conversions of array arguments to jax arrays and to a rank."""
 
+import math
 from typing import Any
 
 import jax
@@ -26,3 +27,11 @@ def known_values(array: Any) -> np.ndarray | None:
 def as_rank(x: jax.Array, ndim: int) -> jax.Array:
     """x with `ndim` axes, the new ones of size 1 in front: needed under jax_numpy_rank_promotion="raise"."""
     return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))
+
+
+def bytes_text(count: int) -> str:
+    """As "512 B", "1.5 KiB", "19.7 MiB"."""
+    if count < 1024:
+        return f"{count} B"
+    power = min(int(math.log2(count)) // 10, 4)
+    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"

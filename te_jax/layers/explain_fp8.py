@@ -1,6 +1,5 @@
 """What a traced function multiplies, in FP8 or not, and what it keeps for its backward pass: read off its jaxpr."""
 
-import math
 import re
 import textwrap
 from collections.abc import Callable, Iterator, Mapping
@@ -11,6 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.extend.core import Jaxpr, JaxprEqn, Var, jaxprs_in_params
 
+from te_jax.core.arrays import bytes_text
 from te_jax.core.op import Op, ops
 from te_jax.core.products import NEVER, OF_LAYER, Noted, Notes, Provenance
 from te_jax.core.rule import block_of
@@ -71,7 +71,7 @@ class Fp8Explanation:
         count = lambda products: sum(p.times for p in products)
         head = (
             f"{count(p for p in self.products if p.in_fp8)} of {count(self.products)} products in FP8, "
-            f"{_bytes(sum(self.kept.values()))} kept for the backward pass; "
+            f"{bytes_text(sum(self.kept.values()))} kept for the backward pass; "
             f"{'no recipe is in force' if self.recipe is None else f'the recipe is {type(self.recipe).__name__}'}"
         )
         return "\n".join([head, *self._table()])
@@ -94,7 +94,7 @@ class Fp8Explanation:
             kept = self.kept.get(path, 0)
             if not (path in lines or kept):
                 continue
-            about = [self.modules.get(path), f"{_bytes(kept)} kept" * bool(kept)]
+            about = [self.modules.get(path), f"{bytes_text(kept)} kept" * bool(kept)]
             yield f"{path or '.'}  {', '.join(filter(None, about))}".rstrip()
             for cells in lines.get(path, ()):
                 yield "  " + "  ".join(map(str.ljust, cells, widths)).rstrip()
@@ -117,13 +117,6 @@ class Fp8Explanation:
 def _width(lines: Mapping[str, list[list[str]]]) -> int:
     every = [cells for of_path in lines.values() for cells in of_path]
     return sum(2 + max(map(len, column)) for column in zip(*every))
-
-
-def _bytes(count: int) -> str:
-    if count < 1024:
-        return f"{count} B"
-    power = min(int(math.log2(count)) // 10, 4)
-    return f"{count / 1024**power:.1f} {('KiB', 'MiB', 'GiB', 'TiB')[power - 1]}"
 
 
 # -- the trace ------------------------------------------------------------------------------------------------

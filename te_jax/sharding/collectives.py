@@ -23,7 +23,7 @@ _BITS = {"pred": 8, "token": 0}
 _LINE = re.compile(
     rf"= (?P<type>\(.*?\)|\S+) (?P<kind>{'|'.join(KINDS)})(?:-start)?\((?P<rest>.*)$"
 )  # -done has no line of its own: it moves nothing
-_ARRAY = re.compile(r"(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
+_ARRAY_TEXT = re.compile(r"(pred|token|[a-z]+\d\w*)\[([\d,]*)\]")
 
 
 class Collective(NamedTuple):
@@ -64,7 +64,7 @@ def parse(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
         if match := _LINE.search(line):
             groups = _groups(match["kind"], line)
             if max(map(len, groups), default=1) > 1:
-                one = _collective(match, groups, mesh)._replace(names=_names(line, users), channel=_channel(line))
+                one = _collective(match, groups, mesh)._replace(names=_op_names(line, users), channel=_channel(line))
                 sliced = one.kind == "all-reduce" and _is_sliced(line, users, one.bytes // max(map(len, groups)))
                 found.append(one._replace(kind="reduce-scatter") if sliced else one)
     return found
@@ -74,7 +74,7 @@ def _channel(line) -> int:
     return int(match[1]) if (match := re.search(r"channel_id=(\d+)", line)) else 0
 
 
-def _names(line, users) -> tuple[str, ...]:
+def _op_names(line, users) -> tuple[str, ...]:
     """Of the line, and of what reads its value, past operations that only move it."""
     names, name = [_op_name(line)], _DEFINED.search(line)[1]
     while len(users[name]) == 1 and users[name][0].operation in _MOVES:
@@ -116,11 +116,11 @@ def _is_sliced(line, users, size) -> bool:
     while len(users[name]) == 1 and users[name][0].operation in _MOVES:
         name = users[name][0].name
     slices = [user.type for user in users[name] if user.operation == "dynamic-slice"]
-    return len(users[name]) == len(slices) == 1 and _array(*_ARRAY.search(slices[0]).groups())[1] == size
+    return len(users[name]) == len(slices) == 1 and _array(*_ARRAY_TEXT.search(slices[0]).groups())[1] == size
 
 
 def _collective(match, groups, mesh):
-    results = [_array(*a) for a in _ARRAY.findall(match["type"])]
+    results = [_array(*a) for a in _ARRAY_TEXT.findall(match["type"])]
     kind, size = match["kind"], max(map(len, groups))
     total = sum(b for _, b in results)
     if "-start(" in match[0] and kind == "all-gather":  # its result is (operand, gathered)
@@ -189,7 +189,7 @@ def _axes(groups, mesh) -> tuple[str, ...]:
     return tuple(axis for axis in mesh.axis_names if axis in moved)
 
 
-def table(found: Iterable[Collective], least: int = 0) -> dict[tuple, tuple[int, int]]:
+def table(found: Iterable[Collective], least: int = 0) -> dict[tuple[str, str, str], tuple[int, int]]:
     """{(kind, dtype, axes joined by "+"): (how many, bytes on one device)} of those above `least` bytes."""
     out = {}
     for c in found:

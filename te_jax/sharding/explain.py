@@ -8,13 +8,14 @@ from typing import Any
 
 import jax
 
+from te_jax.core.arrays import bytes_text
 from te_jax.sharding.collectives import Collective, compiled
 
 WIDTH = 44  # columns of a module's path in the table
 _TARGETS = re.compile(r'custom_call_target="(te_gemm\w*|te_attention\w*|te_ssd\w*|__cublas\S*?|__cudnn\S*?)"')
 _PRODUCTS = re.compile(r"__triton_gemm| (?:dot|convolution)\(")
 # What jax puts between the names of modules: transformations, loops, methods.
-_OF_JAX = re.compile(
+_BETWEEN_MODULES = re.compile(
     r"^(while|body|cond|branch_\d+_fun|eval_jaxpr|closed_call|checkpoint|remat\w*|shard_map|pjit)$|[(\[.]"
 )
 
@@ -74,7 +75,7 @@ def _row(each: Crossing) -> tuple[str, ...]:
     next_to = "" if each.next_to is None else f"{each.next_to} products" if each.next_to else "nothing"
     passed = ", backward" if each.is_backward else ""
     crosses, times = f"{each.kind} {each.dtype}", f"{each.times}{'*' * each.in_loop}"
-    return path, each.what + passed, crosses, "+".join(each.axes), _short(each.bytes), times, next_to
+    return path, each.what + passed, crosses, "+".join(each.axes), bytes_text(each.bytes), times, next_to
 
 
 def _sum(name: str, crossings: tuple[Crossing, ...], is_backward: bool) -> str:
@@ -82,13 +83,8 @@ def _sum(name: str, crossings: tuple[Crossing, ...], is_backward: bool) -> str:
     for each in crossings:
         if each.is_backward == is_backward:
             by_type[each.dtype] += each.bytes * each.times
-    parts = ", ".join(f"{_short(size)} of {dtype}" for dtype, size in by_type.most_common() if size)
+    parts = ", ".join(f"{bytes_text(size)} of {dtype}" for dtype, size in by_type.most_common() if size)
     return f"{name} pass: {parts or 'nothing'}"
-
-
-def _short(size: int) -> str:
-    unit, name = next((each for each in ((1e9, "GB"), (1e6, "MB"), (1e3, "kB")) if size >= each[0]), (1, "B"))
-    return f"{size} B" if unit == 1 else f"{size / unit:.1f} {name}"
 
 
 def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sharding.Mesh) -> ShardingExplanation:
@@ -98,7 +94,7 @@ def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sha
     next_to = _next_to(program.as_text()) if is_gpu else None
     alike = collections.defaultdict(list)
     for one in found:
-        path, what, name = _place(one)
+        path, what, name = _place_of(one)
         is_backward, in_loop = "transpose(" in name, "while/body" in name
         alike[path, what, is_backward, one.kind, one.dtype, one.axes, one.bytes, in_loop].append(one.channel)
     crossings = []
@@ -108,7 +104,7 @@ def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sha
     return ShardingExplanation(tuple(crossings))
 
 
-def _place(one: Collective) -> tuple[str, str, str]:
+def _place_of(one: Collective) -> tuple[str, str, str]:
     """-> the path of the module, what it is of, the name that both are of: the first one that is of an op of te_jax,
     else of a module, else the first."""
     parsed = [(*_parts(name), name) for name in one.names] or [("", one.kind, "")]
@@ -121,7 +117,7 @@ def _parts(name: str) -> tuple[str, str]:
     *parts, last = name.split("/")
     product = next((match[1] for part in parts if (match := re.match(r"te_product\[(\w+)\]", part))), "")
     op = next((match[1] for part in (*parts, last) if (match := re.match(r"jit\((te_\w+)\)", part))), last)
-    return "/".join(part for part in parts if not _OF_JAX.search(part)), f"{product} {op}".strip()
+    return "/".join(part for part in parts if not _BETWEEN_MODULES.search(part)), f"{product} {op}".strip()
 
 
 def _next_to(text: str) -> dict[int, int]:

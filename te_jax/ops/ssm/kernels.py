@@ -1,5 +1,9 @@
 """How te_ssd_fwd and te_ssd_bwd call their kernels, and for what."""
 
+from collections.abc import Callable
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from te_jax.core.arrays import as_rank
@@ -26,7 +30,14 @@ def _has_kernel(x, B, C, *others):
     return sizes_fit and in_bf16 and in_f32
 
 
-def scan(reference, call, x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs):
+_Reference = Callable[..., Any]
+
+
+def scan(
+    reference: _Reference, call: Callable[..., Any], x: Any, dt: Any, A: Any, B: Any, C: Any, D: Any, z: Any,
+    dt_bias: Any, segments: Any, initial: Any, **attrs: Any,
+) -> list[jax.Array]:  # fmt: skip
+    """The `cuda` of te_ssd_fwd."""
     gates = z is None or z.dtype == x.dtype
     if not gates or not _has_kernel(x, B, C, A, D, dt_bias, initial):
         return reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
@@ -46,7 +57,11 @@ def _pieces(count, dt, A, dt_bias, runs, *, softplus, least, most, **_):
     return steps, Pieces(count, steps * A, runs)
 
 
-def scan_bwd(reference, call, dy, dfinal, x, dt, A, B, C, D, dt_bias, segments, states, **attrs):
+def scan_bwd(
+    reference: _Reference, call: Callable[..., Any], dy: Any, dfinal: Any, x: Any, dt: Any, A: Any, B: Any, C: Any,
+    D: Any, dt_bias: Any, segments: Any, states: Any, **attrs: Any,
+) -> list[jax.Array]:  # fmt: skip
+    """The `cuda` of te_ssd_bwd."""
     fits = dt.dtype in (x.dtype, jnp.float32) and x.size
     if not fits or not _has_kernel(x, B, C, A, D, dt_bias, dfinal, states):
         return reference(dy, dfinal, x, dt, A, B, C, D, dt_bias, segments, states, **attrs)
@@ -107,11 +122,16 @@ def _steps_bytes(x):
     return rows * ceil_div(s, _TILE) * h * _STEPS
 
 
-def scan_workspace(x, *_, **attrs):
+def scan_workspace(x: Any, *_: Any, **attrs: Any) -> int:
+    """Bytes."""
     return _steps_bytes(x)
 
 
-def scan_bwd_workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tokens, slab_heads, **attrs):
+def scan_bwd_workspace(
+    dy: Any, dfinal: Any, x: Any, dt: Any, A: Any, B: Any, *_: Any, outputs: tuple[str, ...],
+    slab_rows: int, slab_tokens: int, slab_heads: int, **attrs: Any,
+) -> int:  # fmt: skip
+    """Bytes, as csrc/base/ops.h has them."""
     (rows, _, h, p), (g, n) = x.shape, B.shape[2:]
     chunks = slab_rows * (slab_tokens // _TILE)
     carried = 0 if "dinitial" in outputs else rows * h * p * n * 4
@@ -120,6 +140,6 @@ def scan_bwd_workspace(dy, dfinal, x, dt, A, B, *_, outputs, slab_rows, slab_tok
     return sum(ceil_div(size, 256) * 256 for size in sizes)
 
 
-def scan_bwd_partials(dy, dfinal, x, *_, **attrs):
+def scan_bwd_partials(dy: Any, dfinal: Any, x: Any, *_: Any, **attrs: Any) -> tuple[int, ...]:
     """Partials of what is summed over tokens: one for each chunk of a row."""
     return (x[0] * ceil_div(x[1], _TILE),)
