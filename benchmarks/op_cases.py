@@ -21,6 +21,9 @@ def _groups(*names, first=8, second=8):
 
 
 _norm_sizes = {"...0": 8, "...1": 8, "h": 24}
+_gated_norm_sizes = {"...0": 8, "...1": 8, "g": 8, "c": 24}
+_gate_first = dict(eps=1e-6, norm_before_gate=False, dtype=E4M3)
+_norm_first = _gate_first | dict(norm_before_gate=True)
 _permuted = {"m...0": 8, "h": 16, "k": 2, "r": 16, "f": 4}
 _mlp_sizes = {"m...0": 8, "m...1": 8, "a": 2, "f": 24}
 _relu = activation.attributes(("relu",))
@@ -94,6 +97,14 @@ def _norm(kind, block=False) -> Large:
     changes = dict(dtypes=dtypes, ranks={"m...": 0} if block else {"...": 1}, attrs=attrs, outputs=outputs)
     sizes = tuple({"m" if block else "...0": m, "h": h} for m, h in _norm_shapes)
     row = f"{kind} to fp8, both layouts {'{m}' if block else '{rows}'}x{{h}}"
+    return Large(row, sizes, changes, _IN_BLOCKS if block else "te_jax")
+
+
+def _gated_norm(row, dtypes, outputs, block=False) -> Large:
+    changes = dict(dtypes=dtypes, ranks={"m...": 0} if block else {"...": 1}, outputs=outputs)
+    changes |= dict(attrs=dict(power_2=True)) if block else {}
+    sizes = tuple({"m" if block else "...0": 8192, "g": g, "c": 8192 // g} for g in (1, 8))
+    row = f"gated norm {row} {'{m}' if block else '{rows}'}x{{g}}x{{c}}"
     return Large(row, sizes, changes, _IN_BLOCKS if block else "te_jax")
 
 
@@ -340,6 +351,32 @@ CASES = [
     Case(
         "layernorm_mx", "te_norm_mx_fwd", {**_in_mx, "h": 36}, (f32, bf16, f32),
         dict(_mx, eps=1e-6, rms=False, zero_centered=True), None, {"m...": 1},
+    ),
+    Case(
+        "gated_norm_fp8", "te_gated_norm_fwd", _gated_norm_sizes, (bf16, bf16, f32, None, f32), _gate_first,
+        large=(_gated_norm("to fp8, both layouts", (bf16,) * 3 + (None, f32), ("data", "data_t", "rstd", "amax")),),
+    ),
+    Case(
+        "gated_norm", "te_gated_norm_fwd", _gated_norm_sizes, (f32, f32, bf16, None, None), _norm_first,
+        ("y", "rstd"),
+    ),
+    Case("gated_norm_known", "te_gated_norm_fwd", _gated_norm_sizes, (f32,) * 5, _gate_first, _both),
+    Case(
+        "gated_norm_amax", "te_gated_norm_fwd", _gated_norm_sizes, (f32, f32, f32, None, None), _norm_first,
+        ("rstd", "amax"),
+    ),
+    Case(
+        "gated_norm_bwd", "te_gated_norm_bwd", _gated_norm_sizes, (f32,) * 5, dict(norm_before_gate=False),
+        large=(_gated_norm("backward", (bf16, bf16, bf16, f32, bf16), ("dx", "dz", "dgamma")),),
+    ),
+    Case(
+        "gated_norm_block", "te_gated_norm_block_fwd", {"m...0": 4, "m": 512, "g": 8, "c": 132}, (bf16, bf16, f32),
+        _law | _gate_first, None, {"m...": 1},
+        large=(_gated_norm("to fp8, both layouts", (bf16,) * 3, (*_both_in_blocks, "rstd"), block=True),),
+    ),
+    Case(
+        "gated_norm_mx", "te_gated_norm_mx_fwd", {**_in_mx, "g": 4, "c": 36}, (f32, f32, bf16), _norm_first, None,
+        {"m...": 1},
     ),
     Case(
         "swiglu_fp8", "te_activation_fwd", _mlp_sizes, (f32, f32), dict(_swiglu, dtype=E4M3),

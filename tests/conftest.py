@@ -57,7 +57,7 @@ def pytest_collection_modifyitems(config, items):
         from host_cuda import library as host
 
         # They declare the ops.
-        from te_jax.ops import activation, grouped, permute, quantize, rope, router, scale_update  # noqa: F401
+        from te_jax.ops import activation, grouped, norm, permute, quantize, rope, router, scale_update  # noqa: F401
 
         host.install(library)
         return

@@ -86,6 +86,26 @@ Status LaunchNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg mean, Arg rstd, Arg
                      Ret dgamma, Ret dbeta, Ret dgamma_partials, Ret dbeta_partials, bool rms,
                      bool zero_centered);
 
+// The gated RMSNorm of Mamba-2, in groups. x, z [..., g, c] of one type, gamma [g, c], known_rstd? f32 [...,
+// g] (which is no result then), scale? f32 [] -> y? [..., g, c], data? [..., g, c], data_t? [g, c, ...],
+// rstd? f32 [..., g], amax?, scale_inv?; workspace u8 [8 * rows * g] where rstd is not known; amax_partials?
+// f32 [ceil(rows / 256), max(64, ceil(g * c / 64))].
+Status LaunchGatedNormFwd(cudaStream_t stream, Arg x, Arg z, Arg gamma, Arg known_rstd, Arg scale, Ret y,
+                          Ret data, Ret data_t, Ret rstd, Ret amax, Ret scale_inv, Ret workspace,
+                          Ret amax_partials, double eps, bool norm_before_gate);
+
+// The same to FP8 with a scale for each block of 128. x, z [m..., g, c], m of one axis or more -> data?
+// [m..., g, c], data_t? [g, c, m...], scale_inv? f32 [g, c/128, m...], scale_inv_t? f32 [m.../128, g, c],
+// rstd, workspace.
+Status LaunchGatedNormBlockFwd(cudaStream_t stream, Arg x, Arg z, Arg gamma, Ret data, Ret data_t,
+                               Ret scale_inv, Ret scale_inv_t, Ret rstd, Ret workspace, double eps,
+                               bool norm_before_gate, bool power_2, double epsilon);
+
+// dy, x, z [..., g, c], rstd f32 [..., g], gamma [g, c] -> dx, dz [..., g, c], dgamma [g, c] of gamma's type;
+// dgamma_partials f32 [count, g, c], for any count.
+Status LaunchGatedNormBwd(cudaStream_t stream, Arg dy, Arg x, Arg z, Arg rstd, Arg gamma, Ret dx, Ret dz,
+                          Ret dgamma, Ret dgamma_partials, bool norm_before_gate);
+
 // A causal convolution of each channel over a few tokens. x [b, s, c], kernel f32 [width, c], bias? f32 [c],
 // runs? i32 [b, s], a number for each run of tokens that belong together, initial? [b, width - 1, c] of x's
 // type -> y as x, last? as initial: the inputs that the next token sees. width is 2 to 4, c a multiple of 8.

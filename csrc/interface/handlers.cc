@@ -28,6 +28,9 @@ TE_HANDLER(te_activation_grouped_paired_bwd, LaunchActivationGroupedPairedBwd, "
 TE_HANDLER(te_norm_fwd, LaunchNormFwd, "eps", "rms", "zero_centered");
 TE_HANDLER(te_norm_block_fwd, LaunchNormBlockFwd, "eps", "rms", "zero_centered", "power_2", "epsilon");
 TE_HANDLER(te_norm_bwd, LaunchNormBwd, "rms", "zero_centered");
+TE_HANDLER(te_gated_norm_fwd, LaunchGatedNormFwd, "eps", "norm_before_gate");
+TE_HANDLER(te_gated_norm_block_fwd, LaunchGatedNormBlockFwd, "eps", "norm_before_gate", "power_2", "epsilon");
+TE_HANDLER(te_gated_norm_bwd, LaunchGatedNormBwd, "norm_before_gate");
 TE_HANDLER(te_rope, LaunchRope, "consecutive", "inverse", "turned");
 TE_HANDLER(te_causal_conv1d_fwd, LaunchConvFwd, "silu", "width");
 TE_HANDLER(te_causal_conv1d_bwd, LaunchConvBwd, "silu", "width");

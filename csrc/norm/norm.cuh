@@ -223,6 +223,42 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
     a.data[offset] = Saturate<Q>(y[0] * scale);
 }
 
+// The CTA's amax in its place of those of [rows, h], zeros in those that no CTA has.
+__device__ inline void StoreCtaAmax(float* partials, int64_t rows, int64_t h, float amax) {
+  __shared__ unsigned scratch[kMostWarps];
+  const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
+  const int64_t places = AmaxPlaces(rows, h);
+  if (!partials || WarpIndex() > 0) return;
+  for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
+    partials[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
+}
+
+// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to `partials` [h]. scratch:
+// for each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only the threads of that row may have used it
+// before.
+template <int kVecs>
+__device__ void StoreRowsSums(float (&sums)[kVecs][8], float* scratch, int pitch, float* partials, int h) {
+  const int c = threadIdx.x * 8, stride = blockDim.x * 8;
+  if (blockDim.y > 1) {
+    RowBarrier();
+#pragma unroll
+    for (int k = 0; k < kVecs; ++k)
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        scratch[threadIdx.y * pitch + k * stride + i * blockDim.x + threadIdx.x] = sums[k][i];
+    __syncthreads();
+    for (int y = 1; y < blockDim.y && threadIdx.y == 0; ++y)
+#pragma unroll
+      for (int k = 0; k < kVecs; ++k)
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+          sums[k][i] += scratch[y * pitch + k * stride + i * blockDim.x + threadIdx.x];
+  }
+#pragma unroll
+  for (int k = 0; k < kVecs; ++k)
+    if (threadIdx.y == 0 && c + k * stride < h) Store(partials + c + k * stride, Round<float>(sums[k]));
+}
+
 // The operands of a forward call, and the statistics. ExpectNorm checks them, NormFwdArgsOf takes them; what
 // else the arguments have is to be filled in.
 struct NormArrays {

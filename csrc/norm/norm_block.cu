@@ -79,7 +79,8 @@ Status LaunchNormBlockFwd(cudaStream_t stream, Arg x, Arg gamma, Arg beta, Ret d
   NormFwdArgs args = NormFwdArgsOf(arrays, eps, rms, zero_centered);
   args.data = results.data;
   Tiles tiles;
-  TE_TRY(Tiles::Of(op, stream, args, int64_t{results.m} * results.ps, results.qs, workspace, &tiles));
+  TE_TRY(Tiles::Of(op, stream, args.rows, args.h, false, int64_t{results.m} * results.ps, results.qs,
+                   workspace, &tiles));
   return DispatchFloat(x.type, [&]<typename T>() -> Status {
     const auto kernel = args.vectors() ? te_norm_block_fwd<T, true> : te_norm_block_fwd<T, false>;
     kernel<<<tiles.ctas(), kBlockThreads, 0, stream>>>(args, results, tiles);

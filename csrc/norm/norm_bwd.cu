@@ -79,32 +79,6 @@ __device__ __forceinline__ void FinishMeans(RowStats& s, float inv_h, float2* sc
   }
 }
 
-// Adds up what the blockDim.y rows in work at once had in `sums`, and writes it to `partials` [h]. scratch:
-// for each of these rows [kVecs, 8, blockDim.x], `pitch` apart; only the threads of that row may have used it
-// before.
-template <int kVecs>
-__device__ void StoreColumnSums(float (&sums)[kVecs][8], float* scratch, int pitch, float* partials, int h) {
-  const int c = threadIdx.x * 8, stride = blockDim.x * 8;
-  if (blockDim.y > 1) {
-    RowBarrier();
-#pragma unroll
-    for (int k = 0; k < kVecs; ++k)
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        scratch[threadIdx.y * pitch + k * stride + i * blockDim.x + threadIdx.x] = sums[k][i];
-    __syncthreads();
-    for (int y = 1; y < blockDim.y && threadIdx.y == 0; ++y)
-#pragma unroll
-      for (int k = 0; k < kVecs; ++k)
-#pragma unroll
-        for (int i = 0; i < 8; ++i)
-          sums[k][i] += scratch[y * pitch + k * stride + i * blockDim.x + threadIdx.x];
-  }
-#pragma unroll
-  for (int k = 0; k < kVecs; ++k)
-    if (threadIdx.y == 0 && c + k * stride < h) Store(partials + c + k * stride, Round<float>(sums[k]));
-}
-
 // What a thread of te_norm_bwd_rows has of its rows: 8 * kVecs columns, `stride` apart, in slots of
 // shared memory T [2 or 3, width] (x, dy and, if there, dres), and gamma of these columns.
 template <typename T, int kVecs>
@@ -231,9 +205,9 @@ __global__ void __launch_bounds__(kThreads, 1)
   // The ring, no longer needed, has room for two sums of each row: at least two slots of two rows each.
   float* of_rows = reinterpret_cast<float*>(dynamic);
   const int pitch = stages * slot_bytes / sizeof(float);
-  StoreColumnSums(dgamma, of_rows, pitch, a.dgamma_partials + int64_t{blockIdx.x} * h, h);
+  StoreRowsSums(dgamma, of_rows, pitch, a.dgamma_partials + int64_t{blockIdx.x} * h, h);
   if (!kRms && a.dbeta_partials)
-    StoreColumnSums(dbeta, of_rows + width, pitch, a.dbeta_partials + int64_t{blockIdx.x} * h, h);
+    StoreRowsSums(dbeta, of_rows + width, pitch, a.dbeta_partials + int64_t{blockIdx.x} * h, h);
 }
 
 // Rows too long for registers (N = 8), or of a length that is no multiple of 8 (N = 1). A CTA takes its rows

@@ -21,16 +21,6 @@ constexpr int kMostThreads = 512;  // of a row
 constexpr int kStagedVecs = 4;     // of a thread: up to then gamma and beta are in shared memory
 constexpr int kStages = 4;         // rows on their way or in work, of those that share a threadIdx.y
 
-// The CTA's amax in its place, zeros in those that no CTA has.
-__device__ void StoreAmax(const NormFwdArgs& a, float amax) {
-  __shared__ unsigned scratch[kMostWarps];
-  const unsigned bits = CtaMax(__float_as_uint(amax), scratch);
-  const int64_t places = AmaxPlaces(a.rows, a.h);
-  if (!a.amax_partials || WarpIndex() > 0) return;
-  for (int64_t i = blockIdx.x + int64_t{gridDim.x} * Lane(); i < places; i += int64_t{gridDim.x} * 32)
-    a.amax_partials[i] = i == blockIdx.x ? __uint_as_float(bits) : 0.f;
-}
-
 // mean (0 for RMSNorm) and rstd of a row, from kVecs vectors of each of its threads, `stride` columns apart;
 // zeros beyond h. columns: from the thread's first to the row's end. turn: which scratch was the last in use.
 //
@@ -150,7 +140,7 @@ __global__ void __launch_bounds__(kVecs > 4 ? kMostThreads : kThreads, 1)
     }
     last = now, now = now + slot_bytes < ring_end ? now + slot_bytes : ring;
   }
-  if (!std::is_void_v<Q>) StoreAmax(a, amax);
+  if (!std::is_void_v<Q>) StoreCtaAmax(a.amax_partials, a.rows, a.h, amax);
 }
 
 // RowStats of a row in memory, read twice (LayerNorm) or once (RMSNorm).
@@ -207,7 +197,7 @@ __global__ void __launch_bounds__(kMostThreads) te_norm_fwd_long_rows(const Norm
       StoreRow<T, Q>(a, y, scale, row * a.h + c);
     }
   }
-  if (!std::is_void_v<Q>) StoreAmax(a, amax);
+  if (!std::is_void_v<Q>) StoreCtaAmax(a.amax_partials, a.rows, a.h, amax);
 }
 
 // How te_norm_fwd_rows cuts a row.

@@ -54,8 +54,8 @@ Status LaunchNormFwdTransposed(cudaStream_t stream, const NormFwdArgs& args, Typ
   TE_CHECK(Aligned(args.data_t), "te_norm_fwd: data_t is not aligned to 16 bytes");
   const bool vectors = args.vectors();
   Tiles tiles;
-  TE_TRY(Tiles::Of("te_norm_fwd", stream, args, (args.rows + kTileRows - 1) / kTileRows,
-                   (args.h + kTileColumns - 1) / kTileColumns, workspace, &tiles));
+  TE_TRY(Tiles::Of("te_norm_fwd", stream, args.rows, args.h, args.known_rstd, CeilDiv(args.rows, kTileRows),
+                   CeilDiv(args.h, kTileColumns), workspace, &tiles));
   return DispatchFloat(x_type, [&]<typename T>() -> Status {
     const TileResults<T> results(args.scale, static_cast<T*>(args.y), args.data, args.data_t,
                                  args.amax_partials, nullptr, args.rows, args.h, tiles.chunks, tiles.strips,

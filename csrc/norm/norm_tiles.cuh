@@ -1,4 +1,5 @@
-// The two kinds of CTAs of norms whose results have columns: te_norm_fwd with data_t, te_norm_block_fwd. A
+// The two kinds of CTAs of norms whose results have columns: te_norm_fwd with data_t, te_norm_block_fwd, and
+// the same of te_gated_norm. A
 // column needs many rows at a time and a row's statistics need all of its columns, more than a multiprocessor
 // holds. So one kernel does two things: CTAs of the first kind compute statistics of rows; CTAs of the second
 // kind normalize tiles that the first have read shortly before and that are still in L2. Where the caller has
@@ -16,6 +17,16 @@ namespace te {
 // Statistics that nobody has computed yet: a NaN as no instruction makes it.
 constexpr uint64_t kUnknown = ~uint64_t{0};
 
+// The statistics of a norm, once they are there; and how they get there, by one thread.
+__device__ __forceinline__ float2 AwaitStats(const uint64_t* found, int64_t norm) {
+  uint64_t bits;
+  while ((bits = static_cast<const volatile uint64_t*>(found)[norm]) == kUnknown) __nanosleep(20);
+  return __builtin_bit_cast(float2, bits);
+}
+__device__ __forceinline__ void HandOver(uint64_t* found, int64_t norm, float2 stats) {
+  __stcg(found + norm, __builtin_bit_cast(uint64_t, stats));  // at once: there is nothing to wait for
+}
+
 constexpr int kStatsVecs = 8;  // of a lane, on their way at once
 
 // The tiles of [rows, h]: chunks of kRows rows, each in strips of columns. kCtas: on one multiprocessor.
@@ -26,7 +37,7 @@ struct NormTiles {
   unsigned chunks, strips;
   unsigned ahead;              // chunks of statistics that come first
   Divisor by_strips, by_both;  // both: the CTAs of a chunk
-  uint64_t* found;  // [rows]: mean and rstd, kUnknown until then; nullptr where the caller has them
+  uint64_t* found;  // mean and rstd of each norm, kUnknown until then; nullptr where the caller has them
 
   unsigned ctas() const { return chunks * ((found ? kStatsOfChunk : 0) + strips); }
 
@@ -55,18 +66,18 @@ struct NormTiles {
     return {false, chunk, which - kStatsOfChunk};
   }
 
-  // All rows' statistics are unknown then, unless the caller has them. workspace: `found`.
-  static Status Of(const char* op, cudaStream_t stream, const NormFwdArgs& args, int64_t chunks,
+  // All rows' statistics are unknown then, unless the caller has them (known). workspace: `found`.
+  static Status Of(const char* op, cudaStream_t stream, int64_t rows, int64_t h, bool known, int64_t chunks,
                    int64_t strips, const Tensor& workspace, NormTiles* out) {
-    TE_CHECK(chunks * (kStatsOfChunk + strips) <= INT32_MAX && args.h <= INT32_MAX,
-             "%s: x [%ld, %ld] is too large", op, long(args.rows), long(args.h));
+    TE_CHECK(chunks * (kStatsOfChunk + strips) <= INT32_MAX && h <= INT32_MAX,
+             "%s: x [%ld, %ld] is too large", op, long(rows), long(h));
     Gpu gpu;
     TE_TRY(CurrentGpu(&gpu));
     const int64_t both = kStatsOfChunk + strips,
                   ahead = std::min(chunks, (kCtas * gpu.sms + both - 1) / both);
     *out = {unsigned(chunks),          unsigned(strips),        unsigned(ahead),
             Divisor(unsigned(strips)), Divisor(unsigned(both)), nullptr};
-    if (args.known_rstd) return {};
+    if (known) return {};
     out->found = Data<uint64_t>(workspace);
     return Fill(stream, 0xff, {workspace});
   }
@@ -138,7 +149,7 @@ template <bool kVectors, typename T>
 __device__ __forceinline__ void StoreStats(const NormFwdArgs& a, uint64_t* found, int64_t row) {
   const float2 stats = WarpStats<kVectors>(static_cast<const T*>(a.x) + row * a.h, a.h, a.eps, a.rms);
   if (Lane() > 0) return;
-  __stcg(found + row, __builtin_bit_cast(uint64_t, stats));  // at once: there is nothing to wait for
+  HandOver(found, row, stats);
   WriteStats(a, row, stats.x, stats.y);
 }
 
@@ -175,10 +186,7 @@ struct NormSource {
   Affine<8> affine;
 
   __device__ __forceinline__ float2 StatsOf(int64_t row) const {
-    if (!found) return KnownStats(a, row);
-    uint64_t bits;
-    while ((bits = static_cast<const volatile uint64_t*>(found)[row]) == kUnknown) __nanosleep(20);
-    return __builtin_bit_cast(float2, bits);
+    return found ? AwaitStats(found, row) : KnownStats(a, row);
   }
 
   // By all threads, behind their first loads: the statistics of the tile's `rows` rows from row0 on.

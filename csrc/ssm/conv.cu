@@ -6,6 +6,7 @@
 #include "base/fp8.cuh"
 #include "base/ops.h"
 #include "base/ptx.cuh"
+#include "base/silu.cuh"
 
 namespace te {
 namespace {
@@ -20,9 +21,6 @@ struct ConvArgs {
   int s, c, width;
   bool silu;
 };
-
-// 1 / (1 + exp(-x)), to some ulp of x as an error of x.
-__device__ __forceinline__ float Sigmoid(float x) { return Reciprocal(1.f + Exp2(-1.44269504f * x)); }
 
 // What a thread knows: its channels and tokens, and the kernel. kRuns: tokens see only those of their run.
 template <typename T, int kWidth, bool kRuns>

@@ -1,6 +1,5 @@
 // te_ssd_bwd on Hopper, with its tensor maps.
 #include "base/check.h"
-#include "base/launch.h"
 #include "ssm/maps.h"
 #include "ssm/scan_bwd_hopper_chunks.cuh"
 #include "ssm/scan_bwd_hopper_states.cuh"
@@ -20,9 +19,10 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
   TE_TRY(AllowShared(chunks, kOfChunks));
   const unsigned walks = a.slab.rows * unsigned(1 + CeilDiv(a.slab.tokens, kKept));
   const dim3 of_states(a.steps.h, walks);
-  TE_TRY(LaunchBehind(stream, true, states, of_states, kWalkThreads, kOfStates, given));
+  states<<<of_states, kWalkThreads, kOfStates, stream>>>(given);
   const dim3 grid(a.g * a.parts, a.slab.tokens / kChunk, a.slab.rows);
-  return LaunchBehind(stream, true, chunks, grid, kHopperThreads, kOfChunks, given);
+  chunks<<<grid, kHopperThreads, kOfChunks, stream>>>(given);
+  TE_LAUNCHED();
 }
 
 }  // namespace

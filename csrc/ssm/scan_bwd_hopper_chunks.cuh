@@ -58,7 +58,6 @@ struct HopperGradients {
       FenceBarrierInit();
     }
     s.runs.Set(a.steps, Row(), Token(), threadIdx.x, kHopperThreads);
-    AwaitPrevious();
     __syncthreads();
   }
 

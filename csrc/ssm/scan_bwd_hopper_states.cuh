@@ -108,8 +108,6 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
     InitRing(s.full, s.empty, 1, 4);
     FenceBarrierInit();
   }
-  LetNextStart();
-  AwaitPrevious();
   __syncthreads();
   if (which < rows) {
     const HopperWalk<kN, kRuns, true> walk{given, s, which, head, 0, a.slab.Chunks()};

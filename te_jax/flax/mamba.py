@@ -24,12 +24,13 @@ from te_jax.flax._fields import (
     shared_fields,
 )
 from te_jax.flax._projections import by_heads, project_normed, project_output
-from te_jax.flax._state import describe
+from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import mask_of_rows
 from te_jax.flax.cache import COLLECTION, check_mutable, lengths_of, variable_of_cache
 from te_jax.flax.dense import DenseGeneral
 from te_jax.flax.mha import check_decode, input_of
-from te_jax.layers.mamba import MambaState, MambaWeights, mamba2
+from te_jax.layers.gated_norm import gated_norm_dense, gated_rmsnorm, quantizes_gated_norm
+from te_jax.layers.mamba import MambaState, MambaWeights, before_gated_norm
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.sharding import (
     W_FSDP_AXES,
@@ -181,9 +182,6 @@ class Mamba2(Module):
         state = self._cached(x, B) if decode else None
         options = dict(
             dt_limit=tuple(self.time_step_limit),
-            norm_groups=self.norm_groups or self.ssm_num_groups,
-            epsilon=self.layernorm_epsilon,
-            norm_before_gate=self.norm_before_gate,
             segments=segments,
             lengths=lengths,
             axis=axis,
@@ -192,15 +190,15 @@ class Mamba2(Module):
         weights = self._weights()
         if decode:
             held = MambaState(*(variable.value for variable in state))
-            y, new = mamba2(x, B, C, dt, z, weights, **options, state=held, return_state=True)
+            y, z, new = before_gated_norm(x, B, C, dt, z, weights, **options, state=held, return_state=True)
             index = self.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
             if not self.is_initializing():
                 index.value = index.value + inputs.shape[1]
                 for variable, value in zip(state, new):
                     variable.value = value
         else:
-            y = mamba2(x, B, C, dt, z, weights, **options)
-        return project_output(self, y, inputs, through), normed
+            y, z, _ = before_gated_norm(x, B, C, dt, z, weights, **options, state=None, return_state=False)
+        return self._project_back(y, z, weights.norm, inputs, through), normed
 
     # -- projections and parameters -------------------------------------------------------------------------------
 
@@ -222,6 +220,22 @@ class Mamba2(Module):
         *arrays, dt = products
         by_name = zip(fields, arrays, (p, p, n, n))
         return (*(by_heads(self, name, a, width) for name, a, width in by_name), dt), normed, through
+
+    def _project_back(self, y, z, gamma, inputs, residual):
+        """[b, s, H], as inputs, from the gated norm of y and z [b, s, h, p]. Under a recipe the norm is quantized where
+        it is computed, unless an adapter reads it, too."""
+        norm = dict(
+            groups=self.norm_groups or self.ssm_num_groups,
+            epsilon=self.layernorm_epsilon,
+            norm_before_gate=self.norm_before_gate,
+        )
+        if lora_scope(self)[1] or not quantizes_gated_norm(y, z, gamma, norm["groups"], recipe_of(self, "out")):
+            return project_output(self, gated_rmsnorm(y, z, gamma, **norm, name=describe(self)), inputs, residual)
+
+        def layer(joined, *weights, **options):
+            return gated_norm_dense(joined.reshape(z.shape), z, gamma, *weights, **norm, **options)
+
+        return project_output(self, y, inputs, residual, layer)
 
     def _weights(self) -> MambaWeights:
         h, w = self.ssm_num_heads, self.conv_width

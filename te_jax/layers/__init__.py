@@ -12,11 +12,12 @@ from te_jax.layers.experts.linear import grouped_dense as grouped_dense
 from te_jax.layers.experts.weights import quantize_experts as quantize_experts
 from te_jax.layers.explain import explain_attention as explain_attention
 from te_jax.layers.fp8_attention import attention_fp8 as attention_fp8
+from te_jax.layers.gated_norm import gated_norm_dense as gated_norm_dense
+from te_jax.layers.gated_norm import gated_rmsnorm as gated_rmsnorm
 from te_jax.layers.linear import dense as dense
 from te_jax.layers.loss.head import linear_cross_entropy as linear_cross_entropy
 from te_jax.layers.mamba import MambaState as MambaState
 from te_jax.layers.mamba import MambaWeights as MambaWeights
-from te_jax.layers.mamba import gated_rmsnorm as gated_rmsnorm
 from te_jax.layers.mamba import mamba2 as mamba2
 from te_jax.layers.norm_dense import layernorm as layernorm
 from te_jax.layers.norm_dense import layernorm_dense as layernorm_dense

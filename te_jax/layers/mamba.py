@@ -8,13 +8,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
-from jax.typing import ArrayLike
 
-from te_jax.core.arrays import as_jax, as_rank
-from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, check, integer, number
-from te_jax.core.derivatives import custom_vjp
-from te_jax.core.types import align, like, on_explicit_mesh
-from te_jax.ops.quantize.activation import silu
+from te_jax.core.arrays import as_jax
+from te_jax.core.check import BOOL, INTEGERS, NONE, check
+from te_jax.core.types import align, on_explicit_mesh
+from te_jax.layers.gated_norm import gated_rmsnorm as gated_rmsnorm
 from te_jax.ops.ssm import causal_conv1d, ssd
 from te_jax.ops.ssm.conv import check_shape, last_inputs
 from te_jax.ops.ssm.runs import runs_of
@@ -24,68 +22,6 @@ from te_jax.sharding import current_mesh_resource
 from te_jax.sharding.constraints import place_axis, repeat_groups, split_over
 from te_jax.sharding.logical_axes import batch_axes
 from te_jax.sharding.resource import auto_mesh, check_cuts_sequence_alone, check_in_mesh, is_manual, mesh_sizes
-
-
-def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
-    wide = jnp.promote_types(x.dtype, jnp.float32)
-    gate = silu(z.astype(wide))
-    x = x.astype(wide) if norm_before_gate else x.astype(wide) * gate
-    of_heads = jnp.mean(jnp.square(x), -1)
-    if on_explicit_mesh(aval := jax.typeof(of_heads)):  # Devices that share a group's heads exchange these numbers.
-        of_heads = jax.sharding.reshard(of_heads, PartitionSpec(*aval.sharding.spec[:-1], None))
-    mean_square = jnp.mean(of_heads.reshape(*of_heads.shape[:-1], groups, -1), -1)
-    rstd = jnp.repeat(jax.lax.rsqrt(mean_square + epsilon), x.shape[-2] // groups, -1)
-    normed = x * rstd[..., None] * as_rank(gamma.astype(wide).reshape(x.shape[-2:]), x.ndim)
-    return normed * gate if norm_before_gate else normed
-
-
-@custom_vjp(3)
-def _gated_norm(x, z, gamma, static):
-    return _gated(x, z, gamma, *static).astype(x.dtype)
-
-
-def _gated_norm_bwd(static, residuals, dy):
-    _, pull = jax.vjp(lambda *args: _gated(*args, *static).astype(dy.dtype), *residuals)
-    return tuple(map(like, pull(dy), residuals))
-
-
-_gated_norm.defvjp(lambda x, z, gamma, static: (_gated_norm(x, z, gamma, static), (x, z, gamma)), _gated_norm_bwd)
-
-
-def gated_rmsnorm(
-    x: ArrayLike,
-    z: ArrayLike,
-    gamma: ArrayLike,
-    *,
-    groups: int = 1,
-    epsilon: float = 1e-6,
-    norm_before_gate: bool = False,
-    name: str = "te_jax.layers.gated_rmsnorm",
-) -> jax.Array:
-    """RMSNorm(x silu(z)) gamma over all channels of h heads, as Mamba-2 has it in front of its output projection.
-
-    x, z:   [..., h, p], floating
-    gamma:  [h*p]
-    groups: a divisor of h: each group of h / groups heads has a norm of its own
-    epsilon: above 0, added to the mean square
-    norm_before_gate: RMSNorm(x) gamma silu(z) instead
-
-    Returns an array as x, computed in f32; the backward pass keeps x and z. Differentiable in x, z and gamma. Raises
-    ValueError for sizes that do not match, TypeError for operands that are not floating.
-    """
-    x, z, gamma = as_jax(x, z, gamma)
-    for what, a in (("x", x), ("z", z), ("gamma", gamma)):
-        check(name, what, a, FLOATS_ARRAY)
-    if x.ndim < 2 or z.shape != x.shape or gamma.shape != (math.prod(x.shape[-2:]),):
-        raise ValueError(
-            f"{name}: x has shape {x.shape}, z {z.shape}, gamma {gamma.shape}; pass [..., h, p] twice, and [h*p]."
-        )
-    check(name, "groups", groups, integer(1))
-    if x.shape[-2] % groups:
-        raise ValueError(f"{name}: groups is {groups}, which does not divide the {x.shape[-2]} heads of x.")
-    check(name, "epsilon", epsilon, number(above=0))
-    check(name, "norm_before_gate", norm_before_gate, BOOL)
-    return _gated_norm(*align(x, z, gamma), (int(groups), float(epsilon), bool(norm_before_gate)))
 
 
 class MambaState(NamedTuple):
@@ -149,6 +85,31 @@ def mamba2(
     with segments, for a state, lengths or return_state next to axis, for an axis that the mesh in force lacks or that
     shards something else, and for a sequence that the devices do not divide.
     """
+    given = dict(segments=segments, state=state, lengths=lengths, return_state=return_state, axis=axis, name=name)
+    y, z, last = before_gated_norm(x, B, C, dt, z, weights, dt_limit=dt_limit, **given)
+    options = dict(groups=norm_groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
+    y = gated_rmsnorm(y, z, weights.norm, **options, name=name)
+    return (y, last) if return_state else y
+
+
+def before_gated_norm(
+    x: jax.Array,
+    B: jax.Array,
+    C: jax.Array,
+    dt: jax.Array,
+    z: jax.Array,
+    weights: MambaWeights,
+    *,
+    dt_limit: Sequence[float],
+    segments: jax.Array | None,
+    state: MambaState | None,
+    lengths: jax.Array | None,
+    return_state: bool,
+    axis: str | None,
+    name: str,
+) -> tuple[jax.Array, jax.Array, MambaState | None]:
+    """-> what the gated norm of `mamba2` reads, y [b, s, h, p] and z, 0 at padding; and the MambaState behind the last
+    token, or None without return_state. Arguments and errors are as in `mamba2`."""
     segments, lengths = as_jax(segments, lengths)
     check(name, "return_state", return_state, BOOL)
     check(name, "lengths", lengths, INTEGERS | NONE)
@@ -160,12 +121,9 @@ def mamba2(
     if axis is None:
         x, B, C, dt, z = (_real(a, lengths) for a in (x, B, C, dt, z))
         y, last = _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, limit, over, return_state)
-    else:
-        _check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
-        y, last = _on_each_device(axis, limit, over, x, B, C, dt, weights, segments), None
-    options = dict(groups=norm_groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
-    y = gated_rmsnorm(y, z, weights.norm, **options, name=name)
-    return (y, last) if return_state else y
+        return y, z, last
+    _check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
+    return _on_each_device(axis, limit, over, x, B, C, dt, weights, segments), z, None
 
 
 def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, limit, over, wanted):

@@ -101,7 +101,7 @@ def layernorm_dense(
         configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint=checkpoint) for p in projections)
         metas = [p.metas or fp8.STATELESS for p in projections]
         x, gamma, beta, weights = align(x, gamma, beta, [p[:2] for p in projections])
-        operands = Operands(x, tuple(Projection(*w, m) for w, m in zip(weights, metas)), gamma, beta)
+        operands = Operands(x, tuple(Projection(*w, m) for w, m in zip(weights, metas)), (gamma, beta))
         static = configs, norm_op.Norm.of(norm, zero_centered_gamma, epsilon)
         y, ln_out, x = project(operands, Static(*static, bool(return_layernorm_output), bool(return_input)))
     out = y if also else y[0], ln_out if return_layernorm_output else None

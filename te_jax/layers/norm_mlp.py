@@ -178,7 +178,7 @@ def _type_on_mesh(aval, on, spec):
 
 def _mlp_forward(operands: _Operands, static: _Static, train: bool, need_wgrad):
     x, gamma, beta, wi, wo, added = operands
-    first = projections.Operands(x, (wi,), gamma, beta), projections.Static((static.wi,), static.norm)
+    first = projections.Operands(x, (wi,), (gamma, beta)), projections.Static((static.wi,), static.norm)
     ((z,), *_), q0, (w0,), stats = projections.multiply(*first, train, need_wgrad[:1])
     z = with_names(z, static.middle_name)
     z = constrain_to_spec(z, static.slots_spec)
@@ -235,7 +235,7 @@ def _norm_mlp_bwd(static: _Static, residuals, dy):
     dnorm = like(dgrad([(grad, first.weight, static.wi)]), static.wi.x)
     dwi = differentiate_weight(first, grad, dbias, static.wi)
     dres = dy if static.through else None
-    dx, dgamma, dbeta = norm_op.norm_backward(dnorm, x, *stats, gamma, beta, dres=dres, **static.norm.of_backward)
+    dx, (dgamma, dbeta) = static.norm.backward(dnorm, x, stats, (gamma, beta), dres)
     dadded = None if static.wo.residual is None else like(dy, static.wo.residual)
     return (_Operands(dx, dgamma, dbeta, dwi, dwo, dadded),)
 

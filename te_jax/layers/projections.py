@@ -1,4 +1,5 @@
-"""FP8 GEMMs of weights that read one tensor, or its norm, under one custom_vjp: `dense` and `layernorm_dense`."""
+"""FP8 GEMMs of weights that read one tensor, or its norm, under one custom_vjp: `dense`, `layernorm_dense` and
+`gated_norm_dense`."""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -23,16 +24,16 @@ from te_jax.layers.vjp import (
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection
-from te_jax.ops.quantize import norm as norm_op
+from te_jax.ops.quantize.gated_norm import GatedNorm
+from te_jax.ops.quantize.norm import Norm
 
 
 class Operands(NamedTuple):
     """What is differentiated."""
 
-    x: jax.Array
+    x: jax.Array  # [*B, *C]; of a gated norm [*B, g, c], of which the product contracts g*c
     projections: tuple[Projection, ...]
-    gamma: jax.Array | None = None
-    beta: jax.Array | None = None
+    of_norm: tuple[jax.Array | None, ...] = ()  # what the norm reads besides x: gamma and beta, or z and gamma
     residual: jax.Array | None = None  # of the one projection's result
 
 
@@ -40,7 +41,7 @@ class Static(NamedTuple):
     """What is not differentiated."""
 
     configs: tuple[Config, ...]  # of the projections
-    norm: norm_op.Norm | None = None
+    norm: Norm | GatedNorm | None = None
     with_ln_out: bool = False
     with_input: bool = False
 
@@ -50,7 +51,7 @@ def multiply(operands: Operands, static: Static, train: bool, need_wgrad: Sequen
 
     need_wgrad: whether the weight of each projection has a gradient.
     """
-    x, projections, gamma, beta, residual = operands
+    x, projections, of_norm, residual = operands
     config = static.configs[0]
     uses = LayerUses.of(config.recipe, train, any(need_wgrad))
     role = Role("x", projections[0].metas.x, uses.x, config.x)
@@ -58,16 +59,21 @@ def multiply(operands: Operands, static: Static, train: bool, need_wgrad: Sequen
         (q, _), got = quantize_tensor(x, config.lead, role, config), {}
     else:
         others = (*(["y"] if static.with_ln_out else []), *static.norm.statistics)
-        q, got = produce(norm_op.norm_source(x, gamma, beta, static.norm), role, config, others)
+        source = static.norm.source(x, *of_norm)
+        q, got = produce(source, role, config, others)
+        q = q.with_one_column_axis(source.split)
     each = list(zip(projections, static.configs))
     weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
     y = tuple(fprop(q, w, p.bias, config, residual) for w, (p, config) in zip(weights, each))
     results = y, got["y"] if static.with_ln_out else None, x if static.with_input else None
-    return results, q, weights, (got.get("mean"), got.get("rstd"))
+    return results, q, weights, tuple(got[name] for name in (static.norm.statistics if static.norm else ()))
+
+
+_NAMES_OF_LAYERS = {type(None): "dense", Norm: "layernorm_dense", GatedNorm: "gated_norm_dense"}
 
 
 def _name_of_layer(static: Static) -> str:
-    return "te_jax.layers.dense" if static.norm is None else "te_jax.layers.layernorm_dense"
+    return f"te_jax.layers.{_NAMES_OF_LAYERS[type(static.norm)]}"
 
 
 @custom_vjp(1, in_fp8=_name_of_layer)
@@ -77,16 +83,16 @@ def _project(operands, static):
 
 def _project_fwd(operands, static):
     need_wgrad = [has_gradient(p.kernel) for p in operands.projections]
-    x, projections, gamma, beta, _ = operands = values_of(operands)
+    x, projections, of_norm, _ = operands = values_of(operands)
     out, q, weights, stats = multiply(operands, static, train=True, need_wgrad=need_wgrad)
     q = tag_for_wgrad(q, static.configs[0])
     each = zip(weights, projections, static.configs, need_wgrad)
     saved = [save_for_backward(q, w, p.metas, config, needs_wgrad) for w, p, config, needs_wgrad in each]
-    return out, (saved, None if static.norm is None else (x, with_names(stats, STATISTICS), gamma, beta))
+    return out, (saved, None if static.norm is None else (x, with_names(stats, STATISTICS), of_norm))
 
 
 def _project_bwd(static, residuals, cotangents):
-    saved, of_norm = residuals
+    saved, kept = residuals
     dy = list(map(instantiate, cotangents[0]))
     dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in cotangents[1:])  # None also if no result
     each = list(zip(saved, static.configs))
@@ -94,12 +100,13 @@ def _project_bwd(static, residuals, cotangents):
     config = static.configs[0]
     dx = like(dgrad([(grad, s.weight, config) for grad, (s, config) in zip(grads, each)], dln_out), config.x)
     dprojections = (differentiate_weight(s, *g, config) for g, (s, config) in zip(zip(grads, dbiases), each))
-    dprojections, dgamma, dbeta = tuple(dprojections), None, None
-    if of_norm is not None:
-        x, stats, gamma, beta = of_norm
-        dx, dgamma, dbeta = norm_op.norm_backward(dx, x, *stats, gamma, beta, dres=dx_out, **static.norm.of_backward)
+    dprojections, dnorm = tuple(dprojections), ()
+    if kept is not None:
+        x, stats, of_norm = kept
+        through = {} if dx_out is None else dict(dres=dx_out)
+        dx, dnorm = static.norm.backward(dx.reshape(x.shape), x, stats, of_norm, **through)
     dresidual = None if config.residual is None else like(dy[0], config.residual)
-    return (Operands(dx, dprojections, dgamma, dbeta, dresidual),)
+    return (Operands(dx, dprojections, dnorm, dresidual),)
 
 
 _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)

@@ -86,6 +86,18 @@ class Fp8Tensor(NamedTuple):
         """`rows`, or `columns` where there are no rows."""
         return self.columns if self.data is None else self.rows
 
+    def with_one_column_axis(self, split: int) -> "Fp8Tensor":
+        """A tensor [*m, g, c], with `split` axes in m, as [*m, g*c], whose blocks lie along c; another one as it is.
+
+        Blocks of g*c are those of c where there is one group, or where they divide c.
+        """
+        shown = next(a for a in (self.data, self.data_t, self.wide) if a is not None)
+        if shown.ndim == split + 1:
+            return self
+        at = dict(data=split, data_t=0, wide=split, scale_inv=0, scale_inv_t=split)
+        merged = {name: _merge_columns(getattr(self, name), axis) for name, axis in at.items()}
+        return self._replace(**merged)
+
     def read(self, use: Uses, split: int, form: ScaleFormat) -> "Fp8Tensor":
         """What GEMMs read of a weight of this format; `split` axes in m. A missing layout is transposed from the other.
 
@@ -99,6 +111,13 @@ class Fp8Tensor(NamedTuple):
             data_t, scale_inv_t = form.transpose(*self.rows, split)
             got = got._replace(data_t=data_t, scale_inv_t=scale_inv_t)
         return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
+
+
+def _merge_columns(a, axis):
+    """`a` with the axis and the next one as one; None and one scale for all as they are."""
+    if a is None or not a.ndim:
+        return a
+    return a.reshape(*a.shape[:axis], a.shape[axis] * a.shape[axis + 1], *a.shape[axis + 2 :])
 
 
 def wide_of(weight: jax.Array | Fp8Tensor) -> jax.Array:

@@ -2,7 +2,7 @@
 
 te_jax.ops.attention:  Scaled dot-product attention, and which kernel runs it.
 te_jax.ops.gemm:       Products, in FP8 or not, and the choice of their algorithms.
-te_jax.ops.norm:       LayerNorm and RMSNorm.
+te_jax.ops.norm:       LayerNorm, RMSNorm and the gated RMSNorm.
 te_jax.ops.activation: Activations, gated ones among them.
 te_jax.ops.rope:       Rotary position embeddings.
 te_jax.ops.ssm:        The convolution and the scan of state-space models.

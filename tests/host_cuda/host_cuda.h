@@ -193,6 +193,11 @@ cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(
   return cudaSuccess;
 }
 
+template <typename... P>
+cudaError_t cudaFuncSetAttribute(void (*kernel)(P...), cudaFuncAttribute attribute, int value) {
+  return cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel), attribute, value);
+}
+
 namespace host_cuda {
 
 template <typename To, typename From>
@@ -255,9 +260,12 @@ inline int atomicAdd(int* p, int value) {  // a fiber runs until it waits
   return std::exchange(*p, *p + value);
 }
 inline float rsqrtf(float x) { return 1.f / std::sqrt(x); }
-// Only kernels that are compiled without their bodies name these.
-inline void __nanosleep(unsigned) {}
-inline size_t __cvta_generic_to_shared(const void*) { return 0; }
+// CTAs run in the order of their indices: who waits for another would wait for ever, so none may have to.
+inline void __nanosleep(unsigned) { std::abort(); }
+// Of dynamic shared memory: addresses of 32 bits count from where it begins.
+inline size_t __cvta_generic_to_shared(const void* p) {
+  return static_cast<const char*>(p) - static_cast<const char*>(host_cuda::Cta::Get().shared());
+}
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selectors) {
   const uint64_t bytes = uint64_t(b) << 32 | a;
   uint32_t out = 0;

@@ -31,6 +31,9 @@ SOURCES = (
     "permute_block",
     "permute_fp8",
     "permute_fp8_block",
+    "gated_norm_fwd",
+    "gated_norm_block",
+    "gated_norm_bwd",
     "rope",
     "router",
     "scaling",
@@ -56,8 +59,11 @@ extern "C" void* te_host_handler(size_t i) { return reinterpret_cast<void*>(te::
 extern "C" int te_host_capability = 90;  // ten times that of the GPU that there seems to be
 extern "C" cudaError_t cudaGetDevice(int* device) { return *device = 0, cudaSuccess; }
 extern "C" int te_host_shared_bytes = 227 << 10;
+extern "C" const int te_host_multiprocessors;
 extern "C" cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   if (attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin) return *value = te_host_shared_bytes, cudaSuccess;
+  if (attribute == cudaDevAttrMultiProcessorCount && te_host_multiprocessors > 0)
+    return *value = te_host_multiprocessors, cudaSuccess;
   const bool major = attribute == cudaDevAttrComputeCapabilityMajor;
   if (!major && attribute != cudaDevAttrComputeCapabilityMinor) return cudaErrorNoDevice;
   return *value = major ? te_host_capability / 10 : te_host_capability % 10, cudaSuccess;
@@ -74,7 +80,8 @@ extern "C" cudaError_t cudaMemsetAsync(void* p, int value, size_t bytes, cudaStr
   return std::memset(p, value, bytes), cudaSuccess;
 }
 """
-_SHARED_MEMORY = """
+_WITH_KERNELS = """
+extern "C" const int te_host_multiprocessors = 2;
 extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int) { return cudaSuccess; }
 """
 # All handlers without kernels, but for LAUNCHED: who gets as far as a launch, a plan or a device hears so.
@@ -107,6 +114,7 @@ Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const St
 Status ssm::MakeMaps(const ScanCall&, const GradArgs&, HopperGradArgs*) {{ return {_LAUNCHED}; }}
 Status ssm::RunOnHopper(cudaStream_t, const HopperGradArgs&) {{ return {_LAUNCHED}; }}
 }}  // namespace te
+extern "C" const int te_host_multiprocessors = 0;  // who asks for them hears that there is no device
 static const PFN_cuTensorMapEncodeTiled_v12000 encode = [](auto...) {{ return CUDA_SUCCESS; }};
 extern "C" cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** found, unsigned, unsigned long long,
                                                         cudaDriverEntryPointQueryResult* result) {{
@@ -181,7 +189,7 @@ def cuda_include() -> str:
 def build(folder: Path, cuda_include: str) -> Path:
     """Compiles the kernels into `folder` -> the library. Raises RuntimeError with the compiler's words."""
     sources = [*(f"{name}.cu" for name in SOURCES), *C_API]
-    return _compile(folder, cuda_include, sources, {"tail": _TAIL + _SHARED_MEMORY}, "-O1")
+    return _compile(folder, cuda_include, sources, {"tail": _TAIL + _WITH_KERNELS}, "-O1")
 
 
 def build_handlers(folder: Path, cuda_include: str) -> Path:

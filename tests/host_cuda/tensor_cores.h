@@ -6,21 +6,35 @@ namespace te {
 // What a thread fetches is there when it has waited for it, and not before.
 struct Fetch {
   void* to;
-  const void* from;
-  bool inside;
+  const void* from;  // nullptr: zeros
 };
 inline std::deque<std::vector<Fetch>>& Fetches() {
   static std::vector<std::deque<std::vector<Fetch>>> of_threads(1024, {{}});
   return of_threads[host_cuda::Cta::Get().rank()];
 }
 inline void PrefetchOrZero16(void* shared, const void* p, bool inside) {
-  Fetches().back().push_back({shared, p, inside});
+  Fetches().back().push_back({shared, inside ? p : nullptr});
+}
+inline char* AtShared(uint32_t address) {
+  return static_cast<char*>(host_cuda::Cta::Get().shared()) + address;
+}
+inline void Prefetch16(uint32_t address, const uint4* p, bool inside) {
+  if (inside) PrefetchOrZero16(AtShared(address), p, true);
+}
+inline uint4 LoadShared16(uint32_t address) {
+  uint4 v;
+  std::memcpy(&v, AtShared(address), 16);
+  return v;
+}
+inline void StoreShared(uint32_t address, float a, float b, float c, float d) {
+  const float all[] = {a, b, c, d};
+  std::memcpy(AtShared(address), all, 16);
 }
 inline void CommitPrefetch() { Fetches().emplace_back(); }
 template <int kPending>
 void WaitForPrefetch() {
   for (auto& groups = Fetches(); groups.size() > kPending + 1; groups.pop_front())
-    for (const Fetch& f : groups.front()) f.inside ? std::memcpy(f.to, f.from, 16) : std::memset(f.to, 0, 16);
+    for (const Fetch& f : groups.front()) f.from ? std::memcpy(f.to, f.from, 16) : std::memset(f.to, 0, 16);
 }
 
 template <bool kTransposed>

@@ -131,7 +131,8 @@ _PAIRS = {("te_gemm_grouped_paired", "lhs"), ("te_gemm_grouped_paired_wgrad", "r
 _UNREAD = {("te_keep", "kept"), ("te_keep", "after")}
 # What a handler may take otherwise than the case has it: operands of another type, axes of another size.
 _ANY_FLOAT = {"x", "gamma", "beta"}
-ANY_SIZE = {("te_rope", "inv_freq", 0), ("te_norm_bwd", "dgamma_partials", 0), *((t, "segments", 1) for t in TARGETS),
+ANY_SIZE = {("te_rope", "inv_freq", 0), *((f"te_{t}_bwd", "dgamma_partials", 0) for t in ("norm", "gated_norm")),
+             *((t, "segments", 1) for t in TARGETS),
              # Experts, tokens and rows of the buffer are numbers of their own.
              *((f"te_permute{form}", "offsets", 0) for form in ("", "_block", "_fp8", "_fp8_block")),
              ("te_combine", "rows", 0), ("te_combine_bwd", "rows", 0),

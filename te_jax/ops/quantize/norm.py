@@ -1,6 +1,7 @@
 """LayerNorm (Ba et al. 2016, https://arxiv.org/abs/1607.06450) and RMSNorm (Zhang & Sennrich 2019,
 https://arxiv.org/abs/1910.07467), forward, backward, and straight to FP8 in both layouts."""
 
+from collections.abc import Sequence
 from math import prod
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from te_jax.ops.source import Source
 
 KINDS = ("layernorm", "rmsnorm")
 # csrc/norm/norm_bwd.cu: one CTA on each multiprocessor of an H200, with a partial sum.
-_ROWS_PER_CTA, _MOST_CTAS = 8, 132
+_ROWS_PER_CTA, MOST_CTAS = 8, 132
 
 
 def _factor(gamma, zero_centered, ndim):
@@ -31,7 +32,7 @@ def _factor(gamma, zero_centered, ndim):
 _FAR = 2.0**-96  # The factor of numbers whose squares have no f32: csrc/norm/norm.cuh.
 
 
-def _rstd(centered, eps):
+def rstd_of(centered: jax.Array, eps: float) -> jax.Array:
     """1 / sqrt(mean(centered**2) + eps) over the last axis. Where a square is inf in f32, centered is taken times
     2**-96, and eps counts for nothing."""
     mean_square = lambda x: jnp.mean(jnp.square(x), -1)
@@ -45,7 +46,7 @@ def _normed(x, gamma, beta, mean=None, rstd=None, *, eps, rms, zero_centered):
     if mean is None:
         mean = jnp.zeros(x.shape[:-1]) if rms else jnp.mean(x32, -1)
     centered = x32 - mean[..., None]
-    rstd = _rstd(centered, eps) if rstd is None else rstd
+    rstd = rstd_of(centered, eps) if rstd is None else rstd
     y = centered * rstd[..., None] * g
     y = y if beta is None else y + as_rank(beta.astype(jnp.float32), y.ndim)
     return y, dict(mean=mean, rstd=rstd)
@@ -59,14 +60,18 @@ def _check_known(op, x, gamma, beta, mean=None, rstd=None, *_, rms, **attrs):
         )
 
 
-def _amax_places(x, *args, **attrs):
-    """csrc/norm/norm.cuh: one for a tile of data_t, and one for four rows at least."""
-    chunks, strips = tiles(prod(x[:-1]), x[-1])
+def amax_places(rows: Any, columns: Any) -> tuple[Any, Any]:
+    """csrc/base/partials.h: one for a tile of data_t, and one for four rows at least."""
+    chunks, strips = tiles(rows, columns)
     return chunks, max(strips, 64)
 
 
+def _amax_partials(x, *args, **attrs):
+    return amax_places(prod(x[:-1]), x[-1])
+
+
 def statistics_workspace(x: Any, *args: Any, **attrs: Any) -> int:
-    """Bytes: mean and rstd of a row, as CTAs hand them to others (csrc/norm/norm_tiles.cuh)."""
+    """Bytes: mean and rstd of a norm, as CTAs hand them to others (csrc/norm/norm_tiles.cuh)."""
     return 8 * prod(x.shape[:-1])
 
 
@@ -88,7 +93,7 @@ NORM = Producer(
     check=_check_known,
     op=dict(replicated="h"),
     kernels={
-        "": dict(fenced="y scale_inv", partials={"amax": _amax_places}, workspace=_workspace),
+        "": dict(fenced="y scale_inv", partials={"amax": _amax_partials}, workspace=_workspace),
         "_block": dict(workspace=statistics_workspace, cuda=on_its_gpu),
     },
 )
@@ -128,10 +133,23 @@ class Norm(NamedTuple):
         """The attributes of te_norm_bwd."""
         return dict(rms=self.rms, zero_centered=self.zero_centered)
 
+    def source(self, x: jax.Array, gamma: jax.Array, beta: jax.Array | None) -> Source:
+        """norm(x) [..., h]."""
+        return Source(NORM, self._asdict(), (x, gamma, beta), x.ndim - 1)
 
-def norm_source(x: jax.Array, gamma: jax.Array, beta: jax.Array | None, norm: Norm) -> Source:
-    """norm(x) [..., h]."""
-    return Source(NORM, norm._asdict(), (x, gamma, beta), x.ndim - 1)
+    def backward(
+        self,
+        dy: jax.Array,
+        x: jax.Array,
+        statistics: Sequence[jax.Array],
+        operands: tuple[jax.Array, jax.Array | None],
+        dres: jax.Array | None = None,
+    ) -> tuple[jax.Array, tuple[jax.Array, jax.Array | None]]:
+        """(dx, (dgamma, dbeta)) from `statistics` as the property names them and operands (gamma, beta); dres as in
+        `norm_backward`."""
+        mean, rstd = (None, *statistics)[-2:]
+        dx, *others = norm_backward(dy, x, mean, rstd, *operands, dres=dres, **self.of_backward)
+        return dx, tuple(others)
 
 
 def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
@@ -147,8 +165,13 @@ def _bwd_reference(dy, x, mean, rstd, gamma, dres, *, rms, zero_centered):
     return dx, jnp.sum(dy32 * xhat, rows).astype(gamma.dtype), jnp.sum(dy32, rows).astype(gamma.dtype)
 
 
-def _row_groups(dy, *args, **attrs):
-    return (max_dim(1, min_dim(ceil_div(prod(dy[:-1]), _ROWS_PER_CTA), _MOST_CTAS)),)
+def row_groups(rows: Any, most: int = MOST_CTAS) -> tuple[Any]:
+    """Partial sums over rows: one for each CTA of a backward kernel that has a column, at most `most`."""
+    return (max_dim(1, min_dim(ceil_div(rows, _ROWS_PER_CTA), most)),)
+
+
+def _row_groups_of_norm(dy, *args, **attrs):
+    return row_groups(prod(dy[:-1]))
 
 
 norm_bwd: Op = Op(
@@ -157,7 +180,7 @@ norm_bwd: Op = Op(
     replicated="h",
     combine={"dgamma": "sum", "dbeta": "sum"},
     dtypes=lambda dy, x, mean, rstd, gamma, dres, **_: (x, gamma, gamma),
-    partials={"dgamma": _row_groups, "dbeta": _row_groups},
+    partials={"dgamma": _row_groups_of_norm, "dbeta": _row_groups_of_norm},
     reference=_bwd_reference,
 )
 """The backward pass of te_norm_fwd: dx of x's type, dgamma and dbeta of gamma's type, summed in f32 over all rows.
@@ -209,7 +232,7 @@ def _norm(x, gamma, beta, norm):
 
 
 def _norm_fwd(x, gamma, beta, norm):
-    got = norm_source(x, gamma, beta, norm).run(("y", *norm.statistics), jnp.dtype(jnp.float8_e4m3fn))
+    got = norm.source(x, gamma, beta).run(("y", *norm.statistics), jnp.dtype(jnp.float8_e4m3fn))
     return got["y"], (x, got.get("mean"), got["rstd"], gamma, beta)
 
 
