@@ -7,7 +7,6 @@
 
 #include "base/device.h"
 #include "base/finish.h"
-#include "base/launch.h"
 #include "base/ops.h"
 #include "ssm/operands.cuh"
 #include "ssm/scan_bwd_ends.cuh"
@@ -47,13 +46,13 @@ Status ExpectSlab(const ScanCall& call, int64_t rows, int64_t tokens, int64_t he
 
 }  // namespace
 
-// early: as of LaunchBehind.
-static Status RunEnds(cudaStream_t stream, const GradArgs& a, bool early) {
+Status RunEnds(cudaStream_t stream, const GradArgs& a) {
   const dim3 grid(unsigned(CeilDiv(int64_t(a.slab.tokens) * a.g * a.n / 4, 256)), a.slab.rows);
-  TE_TRY(LaunchBehind(stream, early, te_ssd_bwd_sums, grid, 256, 0, a));
+  te_ssd_bwd_sums<<<grid, 256, 0, stream>>>(a);
   const dim3 chunks(unsigned(CeilDiv(a.steps.h, kWarps)), a.slab.tokens / kChunk, a.slab.rows);
   const auto steps = a.steps.runs ? te_ssd_bwd_steps<true> : te_ssd_bwd_steps<false>;
-  return LaunchBehind(stream, early, steps, chunks, kThreads, 0, a);
+  steps<<<chunks, kThreads, 0, stream>>>(a);
+  TE_LAUNCHED();
 }
 
 // Whether te_ssd_bwd has kernels of its own here.
@@ -77,7 +76,7 @@ static Status RunSlab(cudaStream_t stream, const GradArgs& a, HopperGradArgs* ho
     TE_TRY(RunOnHopper(stream, *hopper));
   }
 #endif
-  return RunEnds(stream, a, hopper != nullptr);
+  return RunEnds(stream, a);
 }
 
 static Status RunSlabs(cudaStream_t stream, const ScanCall& call, const float* dlast, GradArgs a) {

@@ -61,11 +61,12 @@ struct HopperGradArgs {
   CUtensorMap x, dy, B, C, dx, states, gradients, states_out, gradients_out;
 };
 
-// The first kernels of a slab.
+// The kernels of a slab.
 Status RunStates(cudaStream_t stream, const GradArgs& a);
 Status RunChunks(cudaStream_t stream, const GradArgs& a);
+Status RunEnds(cudaStream_t stream, const GradArgs& a);
 
-// The same on Hopper, for heads of up to 64 channels; with maps for all slabs, each of `a.slab.rows`
+// The first two on Hopper, for heads of up to 64 channels; with maps for all slabs, each of `a.slab.rows`
 // rows at most.
 struct ScanCall;
 Status MakeMaps(const ScanCall& call, const GradArgs& a, HopperGradArgs* out);

@@ -7,8 +7,6 @@ namespace te::ssm {
 
 // Four neighbours of dB and of dC for each thread.
 static __global__ void __launch_bounds__(256) te_ssd_bwd_sums(const GradArgs a) {
-  LetNextStart();
-  AwaitPrevious();
   const int64_t pieces = int64_t(a.g) * a.n / 4;
   const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, token = i / pieces, row = blockIdx.y;
   if (token >= a.slab.tokens || a.slab.first_token + token >= a.steps.s) return;
@@ -106,8 +104,6 @@ struct OfSteps {
 
 template <bool kRuns>
 __global__ void __launch_bounds__(kThreads) te_ssd_bwd_steps(const GradArgs a) {
-  LetNextStart();
-  AwaitPrevious();
   const int head = blockIdx.x * kWarps + WarpIndex(), first = a.slab.first_token + int(blockIdx.y) * kChunk;
   if (head >= a.steps.h || first >= a.steps.s) return;
   OfSteps<kRuns>{a, a.slab.first_row + int64_t(blockIdx.z), int(blockIdx.y), head, first}.Differentiate();

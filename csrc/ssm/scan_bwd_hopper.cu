@@ -18,8 +18,7 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
   TE_TRY(AllowShared(states, kOfStates));
   TE_TRY(AllowShared(chunks, kOfChunks));
   const unsigned walks = a.slab.rows * unsigned(1 + CeilDiv(a.slab.tokens, kKept));
-  const dim3 of_states(a.steps.h, walks);
-  states<<<of_states, kWalkThreads, kOfStates, stream>>>(given);
+  states<<<dim3(a.steps.h, walks), kWalkThreads, kOfStates, stream>>>(given);
   const dim3 grid(a.g * a.parts, a.slab.tokens / kChunk, a.slab.rows);
   chunks<<<grid, kHopperThreads, kOfChunks, stream>>>(given);
   TE_LAUNCHED();

@@ -388,7 +388,6 @@ template <int kN, bool kRuns>
 __global__ void __launch_bounds__(kHopperThreads, 1)
     te_ssd_bwd_chunks_hopper(const __grid_constant__ HopperGradArgs given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
-  LetNextStart();
   extern __shared__ __align__(1024) uint8_t shared[];
   if (given.a.slab.first_token + int(blockIdx.y) * kChunk >= given.a.steps.s) return;
   HopperGradients<kN, kRuns> of{given, *reinterpret_cast<HopperGradShared<kN, kRuns>*>(shared)};
