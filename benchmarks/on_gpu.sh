@@ -21,7 +21,7 @@
 # SCALING_ARGS            of `python -m benchmarks scaling`
 # TRACE_ARGS              of `python -m benchmarks trace`, which runs once for the GPT and once for the Llama layer
 # HLO_ARGS                of `python -m benchmarks hlo`
-# SANITIZE_TIMEOUT        seconds for each of the ten sanitizer runs [default: 300]
+# SANITIZE_TIMEOUT        seconds for each of the twelve sanitizer runs [default: 300]
 # TRAIN_ARGS              of examples/train_gpt.py [default: --preset medium --compare --check-gap 0.01 --no-checkpoint]
 set -uo pipefail
 
@@ -142,6 +142,26 @@ sanitize() {
     -m "gpu or not gpu" -p no:xdist --timeout 0 -k "${4//$'\n'/ }"
 }
 
+CALLED="csrc/ssm/scan csrc/ssm/scan_hopper csrc/ssm/scan_bwd csrc/ssm/scan_bwd_states csrc/ssm/scan_bwd_chunks
+  csrc/ssm/scan_bwd_hopper csrc/ssm/steps csrc/ssm/conv csrc/norm/gated_norm_fwd csrc/norm/gated_norm_block
+  csrc/norm/gated_norm_bwd csrc/base/finish csrc/base/device csrc/base/tensor_map csrc/base/dl benchmarks/sanitize"
+
+# sanitize_calls TOOL FLAGS...: kernels at which compute-sanitizer itself fails where jax runs them, called by a program
+# without jax.
+sanitize_calls() {
+  local tool=$1 out=$SCRATCH/calls.$1 jobs=() source job
+  echo "-- $tool benchmarks/sanitize.cu"
+  mkdir -p "$out"
+  for source in $CALLED; do
+    nvcc -std=c++20 -O2 -lineinfo -gencode arch=compute_90a,code=sm_90a -DTE_HAS_90A --expt-relaxed-constexpr "${@:2}" \
+      -I "$ROOT/csrc" -x cu -c "$ROOT/$source".c[uc] -o "$out/${source##*/}.o" &
+    jobs+=($!)
+  done
+  for job in "${jobs[@]}"; do wait "$job" || return 1; done
+  nvcc -arch=sm_90a -cudart static "$out"/*.o -o "$out/calls" &&
+    timeout -k 5 "${SANITIZE_TIMEOUT:-300}" compute-sanitizer --tool "$tool" --error-exitcode 99 "$out/calls"
+}
+
 sanitize_all() {
   command -v compute-sanitizer >/dev/null || {
     echo "compute-sanitizer is not in PATH"
@@ -168,6 +188,8 @@ sanitize_all() {
   aside sanitize racecheck _ZN2te tests/ops/test_cuda_grouped.py "$RACES_GROUPED"
   aside sanitize memcheck "" tests/layers/test_paired.py "$SMALL_PAIRED"
   aside sanitize racecheck _ZN2te tests/layers/test_paired.py "$PAIRED"
+  aside sanitize_calls memcheck
+  aside sanitize_calls racecheck -DTE_ALL_LANES_ARRIVE
   for run in "${!runs[@]}"; do
     wait "${runs[run]}" || status=1
     cat "$SCRATCH/sanitize.$run"

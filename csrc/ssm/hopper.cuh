@@ -22,6 +22,14 @@ __device__ __forceinline__ int GroupIndex() {
 }
 __device__ __forceinline__ int WarpOfGroup() { return WarpIndex() % 4; }
 
+// How many lanes of a warp arrive at a barrier. compute-sanitizer's racecheck takes what the other lanes did
+// for unguarded: for it all do.
+#ifdef TE_ALL_LANES_ARRIVE
+constexpr int kArrivals = 32;
+#else
+constexpr int kArrivals = 1;
+#endif
+
 // The barriers of a ring, which so many arrivals fill and empty; one thread calls it.
 template <int kStages>
 __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&empty)[kStages],
@@ -32,7 +40,17 @@ __device__ __forceinline__ void InitRing(uint64_t (&full)[kStages], uint64_t (&e
 // The warp has done with what the barrier guards.
 __device__ __forceinline__ void Release(const uint64_t& barrier) {
   __syncwarp();
-  if (Lane() == 0) Arrive(AddressOf(&barrier));
+  if (Lane() < kArrivals) Arrive(AddressOf(&barrier));
+}
+// kArrivals at a barrier that waits for what the warp's lanes have written, and for `bytes` of copies.
+// Whether the lane is the one that is to issue them.
+__device__ __forceinline__ bool Expect(uint32_t barrier, unsigned bytes) {
+  __syncwarp();
+  if (Lane() == 0)
+    ArriveExpecting(barrier, bytes);
+  else if (kArrivals > 1)
+    Arrive(barrier);
+  return Lane() == 0;
 }
 // The k-th passing of a ring of kStages.
 template <int kStages>

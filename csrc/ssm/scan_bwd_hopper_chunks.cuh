@@ -52,9 +52,9 @@ struct HopperGradients {
 
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x == 0) {
-      InitRing(s.full, s.empty, 1, 15);
-      InitRing(s.scores_full, s.scores_empty, 4, 4);
-      InitBarrier(AddressOf(s.group_full), 1), InitBarrier(AddressOf(s.sums_full), 4);
+      InitRing(s.full, s.empty, 1, 15 * kArrivals);
+      InitRing(s.scores_full, s.scores_empty, 4 * kArrivals, 4 * kArrivals);
+      InitBarrier(AddressOf(s.group_full), 1), InitBarrier(AddressOf(s.sums_full), 4 * kArrivals);
       FenceBarrierInit();
     }
     s.runs.Set(a.steps, Row(), Token(), threadIdx.x, kHopperThreads);

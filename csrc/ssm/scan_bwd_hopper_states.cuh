@@ -49,9 +49,7 @@ struct HopperWalk {
       const uint32_t full = AddressOf(&s.full[stage]);
       WaitEmpty(s.empty, i);
       s.runs[stage].Set(a.steps, Row(), Token(i), Lane(), 32);
-      __syncwarp();
-      if (Lane() > 0) continue;
-      ArriveExpecting(full, sizeof(typename Shared::Stage) + sizeof(Steps));
+      if (!Expect(full, sizeof(typename Shared::Stage) + sizeof(Steps))) continue;
       CopyBox(AddressOf(s.stages[stage].x), &of_x, full, 0, head, Token(i), Row());
       for (int box = 0; box < kN / 64; ++box)
         CopyBox(AddressOf(s.stages[stage].B + box * kBoxBytes), &of_B, full, 64 * box, a.Group(head),
@@ -105,7 +103,7 @@ __global__ void __launch_bounds__(kWalkThreads, 2)
   const GradArgs& a = given.a;
   const int head = blockIdx.x, which = blockIdx.y, rows = a.slab.rows, group = GroupIndex();
   if (threadIdx.x == 0) {
-    InitRing(s.full, s.empty, 1, 4);
+    InitRing(s.full, s.empty, kArrivals, 4 * kArrivals);
     FenceBarrierInit();
   }
   __syncthreads();

@@ -50,8 +50,8 @@ struct HopperScan {
 
   __device__ __forceinline__ void Begin() {
     if (threadIdx.x == 0) {
-      InitRing(s.full, s.empty, 1, 8);
-      InitRing(s.state_full, s.state_empty, 4, 4);
+      InitRing(s.full, s.empty, kArrivals, 8 * kArrivals);
+      InitRing(s.state_full, s.state_empty, 4 * kArrivals, 4 * kArrivals);
       FenceBarrierInit();
     }
     const int channel = first + int(threadIdx.x);
@@ -69,9 +69,7 @@ struct HopperScan {
       const uint32_t full = AddressOf(&s.full[stage]);
       WaitEmpty(s.empty, chunk);
       s.runs[stage].Set(a.steps, row, token, Lane(), 32);
-      __syncwarp();
-      if (Lane() > 0) continue;
-      ArriveExpecting(full, sizeof(typename Shared::Stage) + sizeof(Steps));
+      if (!Expect(full, sizeof(typename Shared::Stage) + sizeof(Steps))) continue;
       for (int box = 0; box < kN / 64; ++box) {
         CopyBox(AddressOf(s.stages[stage].C + box * kBoxBytes), &a.C, full, 64 * box, group, token, row);
         CopyBox(AddressOf(s.stages[stage].B + box * kBoxBytes), &a.B, full, 64 * box, group, token, row);
