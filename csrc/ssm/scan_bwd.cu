@@ -1,9 +1,9 @@
-// te_ssd_bwd, in four kernels for each slab of rows and tokens, the last tokens first; what they exchange
+// te_ssd_bwd, in three kernels for each slab of rows and tokens, the last tokens first; what they exchange
 // fits in L2. The first walks over the chunks of a head as the forward pass does, and keeps the state before
 // each of them, and what the loss's gradient to the state is behind each. The second has all that a chunk's
 // gradients follow from: a CTA has a chunk of some heads, one after the other, which share B and C and the
-// sums of their gradients; sums over heads are taken where that makes products smaller. The others add up the
-// gradients of B and C, and make the steps' gradients.
+// sums of their gradients; sums over heads are taken where that makes products smaller. The third adds up the
+// gradients of B and C, and makes the steps' gradients.
 
 #include "base/device.h"
 #include "base/finish.h"
@@ -47,11 +47,9 @@ Status ExpectSlab(const ScanCall& call, int64_t rows, int64_t tokens, int64_t he
 }  // namespace
 
 Status RunEnds(cudaStream_t stream, const GradArgs& a) {
-  const dim3 grid(unsigned(CeilDiv(int64_t(a.slab.tokens) * a.g * a.n / 4, 256)), a.slab.rows);
-  te_ssd_bwd_sums<<<grid, 256, 0, stream>>>(a);
-  const dim3 chunks(unsigned(CeilDiv(a.steps.h, kWarps)), a.slab.tokens / kChunk, a.slab.rows);
-  const auto steps = a.steps.runs ? te_ssd_bwd_steps<true> : te_ssd_bwd_steps<false>;
-  steps<<<chunks, kThreads, 0, stream>>>(a);
+  const dim3 grid(SumCtas(a) + StepCtas(a), a.slab.rows);
+  const auto ends = a.steps.runs ? te_ssd_bwd_ends<true> : te_ssd_bwd_ends<false>;
+  ends<<<grid, kThreads, 0, stream>>>(a, SumCtas(a));
   TE_LAUNCHED();
 }
 

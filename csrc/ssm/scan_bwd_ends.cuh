@@ -1,14 +1,22 @@
-// The last kernels of a slab of te_ssd_bwd: sums of the gradients of B and C, and the gradients to steps.
+// The last kernel of a slab of te_ssd_bwd: sums of the gradients of B and C, and the gradients to steps.
 #pragma once
 
 #include "ssm/scan_bwd.cuh"
 
 namespace te::ssm {
 
-// Four neighbours of dB and of dC for each thread.
-static __global__ void __launch_bounds__(256) te_ssd_bwd_sums(const GradArgs a) {
-  const int64_t pieces = int64_t(a.g) * a.n / 4;
-  const int64_t i = int64_t(blockIdx.x) * blockDim.x + threadIdx.x, token = i / pieces, row = blockIdx.y;
+// How many CTAs of a row add up dB and dC, four neighbours of each in a thread, and how many make the
+// gradients to steps, of a chunk and one head in each warp.
+inline unsigned SumCtas(const GradArgs& a) {
+  return unsigned((int64_t(a.slab.tokens) * a.g * a.n / 4 + kThreads - 1) / kThreads);
+}
+inline unsigned StepCtas(const GradArgs& a) {
+  return unsigned((a.steps.h + kWarps - 1) / kWarps * (a.slab.tokens / kChunk));
+}
+
+__device__ __forceinline__ void AddParts(const GradArgs& a, int64_t row, unsigned cta) {
+  const int64_t pieces = int64_t(a.g) * a.n / 4, i = int64_t(cta) * kThreads + threadIdx.x,
+                token = i / pieces;
   if (token >= a.slab.tokens || a.slab.first_token + token >= a.steps.s) return;
   const int64_t column = i % pieces * 4, group = column / a.n;
   const int64_t from = (((row * a.slab.tokens + token) * a.g + group) * a.parts) * a.n + column % a.n;
@@ -102,11 +110,15 @@ struct OfSteps {
   }
 };
 
+// blockIdx.x: the CTAs that add up, `sums` of them, and behind them those of steps. blockIdx.y: the slab's
+// rows.
 template <bool kRuns>
-__global__ void __launch_bounds__(kThreads) te_ssd_bwd_steps(const GradArgs a) {
-  const int head = blockIdx.x * kWarps + WarpIndex(), first = a.slab.first_token + int(blockIdx.y) * kChunk;
+__global__ void __launch_bounds__(kThreads) te_ssd_bwd_ends(const GradArgs a, unsigned sums) {
+  if (blockIdx.x < sums) return AddParts(a, blockIdx.y, blockIdx.x);
+  const int index = blockIdx.x - sums, of_heads = (a.steps.h + kWarps - 1) / kWarps, chunk = index / of_heads;
+  const int head = index % of_heads * kWarps + WarpIndex(), first = a.slab.first_token + chunk * kChunk;
   if (head >= a.steps.h || first >= a.steps.s) return;
-  OfSteps<kRuns>{a, a.slab.first_row + int64_t(blockIdx.z), int(blockIdx.y), head, first}.Differentiate();
+  OfSteps<kRuns>{a, a.slab.first_row + int64_t(blockIdx.y), chunk, head, first}.Differentiate();
 }
 
 }  // namespace te::ssm

@@ -43,9 +43,7 @@ void Run(const HopperGradArgs& given, const Sizes& n) {
          [&] { te_ssd_bwd_states_hopper<kN, kRuns>(given); });
   Launch(dim3(a.g * a.parts, chunks, a.slab.rows), kHopperThreads, sizeof(HopperGradShared<kN, kRuns>),
          [&] { te_ssd_bwd_chunks_hopper<kN, kRuns>(given); });
-  Launch(dim3((a.slab.tokens * a.g * a.n / 4 + 255) / 256, a.slab.rows), 256, 0, [&] { te_ssd_bwd_sums(a); });
-  Launch(dim3((n.h + kWarps - 1) / kWarps, chunks, a.slab.rows), kThreads, 0,
-         [&] { te_ssd_bwd_steps<kRuns>(a); });
+  Launch(dim3(SumCtas(a) + StepCtas(a), a.slab.rows), kThreads, 0, [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
 }
 
 template <typename T>
