@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from te_jax.core.arrays import arrays_apart
 from te_jax.core.check import NONE, Kind, check
 from te_jax.layers.explain_fp8 import Fp8Explanation
 from te_jax.recipe import Recipe
@@ -61,9 +62,9 @@ def explain_sharding(model: Any, *args: Any, variables: Any = None, **kwargs: An
 
     model:     a module of Flax Linen: what is compiled is its forward and backward pass. Or a function, jitted or not,
                such as a training step: what is compiled is that function.
-    args, kwargs: of its call: arrays, or `jax.ShapeDtypeStruct`s with a sharding; nothing is computed.
-    variables: of a Linen module, likewise. None: as `init` makes them, sharded by their logical axes under the
-               MeshResource in force and the rules of `nn.logical_axis_rules`.
+    args, kwargs: of its call. Arrays may be `jax.ShapeDtypeStruct`s with a sharding: nothing is computed.
+    variables: of a Linen module, likewise. None: as `init` makes them, sharded by their logical axes under the rules
+               of `nn.logical_axis_rules`, and the MeshResource in force if there is one.
 
     The answer is read off the compiled program, as it is behind the partitioner, where types are those that cross; on a
     GPU what runs between the start and the end of each transfer is read off the schedule. Compiling takes as long
@@ -76,12 +77,14 @@ def explain_sharding(model: Any, *args: Any, variables: Any = None, **kwargs: An
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.size == 1:
         raise ValueError("explain_sharding: no mesh of several devices is in force; enter jax.set_mesh(mesh).")
+    call, arrays = arrays_apart(args, kwargs)
     if is_function:
-        return explain_program(functools.partial(model, **kwargs) if kwargs else model, args, mesh)
+        whole = not kwargs and len(arrays) == len(jax.tree.leaves(args))  # jitted, it keeps its options so
+        return explain_program(model if whole else lambda *arrays: call(model, arrays), args if whole else arrays, mesh)
     # Imported here, for Flax takes a second to import.
     linen = importlib.import_module("flax.linen")
     check("explain_sharding", "model", model, Kind(_MODELS, lambda value: isinstance(value, linen.Module)))
-    step, args = importlib.import_module("te_jax.flax.explained").step_of(model, variables, args, kwargs, mesh)
+    step, args = importlib.import_module("te_jax.flax.explained").step_of(model, variables, call, arrays, mesh)
     return explain_program(step, args, mesh)
 
 

@@ -1,6 +1,7 @@
 """Conversions of array arguments to jax arrays and to a rank."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,21 @@ def known_values(array: Any) -> np.ndarray | None:
 def as_rank(x: jax.Array, ndim: int) -> jax.Array:
     """x with `ndim` axes, the new ones of size 1 in front: needed under jax_numpy_rank_promotion="raise"."""
     return jnp.expand_dims(x, tuple(range(ndim - x.ndim)))
+
+
+def arrays_apart(args: Any, kwargs: Any) -> tuple[Callable[..., Any], list[Any]]:
+    """(function, arrays) -> the call of these arguments; and the arrays among them, or their types. Others stay."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
+
+    def call(function, arrays):
+        whole = list(leaves)
+        for place, array in zip(places, arrays):
+            whole[place] = array
+        args, kwargs = jax.tree.unflatten(tree, whole)
+        return function(*args, **kwargs)
+
+    return call, [leaves[i] for i in places]
 
 
 def bytes_text(count: int) -> str:

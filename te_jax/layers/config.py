@@ -10,7 +10,7 @@ from jax.sharding import PartitionSpec
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.tensor import Fp8Tensor, wide_of
 from te_jax.recipe import Recipe
-from te_jax.sharding.resource import MeshResource, current_mesh_resource, stage_axes
+from te_jax.sharding.resource import current_mesh_resource, stage_axes
 
 
 class Config(NamedTuple):
@@ -39,8 +39,8 @@ class Config(NamedTuple):
     @property
     def wgrad_dtype(self) -> Any:
         """What wgrad writes and devices add up; the weight's gradient is then of the weight's type."""
-        narrower = self.on_mesh and self.gradient_dtype is not None
-        return jnp.dtype(self.gradient_dtype) if narrower and self.weight.dtype == jnp.float32 else self.weight.dtype
+        narrower = self.on_mesh and self.gradient_dtype is not None and self.weight.dtype == jnp.float32
+        return self.gradient_dtype if narrower else self.weight.dtype
 
     @property
     def features(self) -> int:
@@ -85,5 +85,13 @@ class Config(NamedTuple):
             isinstance(weight, Fp8Tensor),
             jax.config.jax_default_matmul_precision,
             on_mesh=jax.sharding.get_abstract_mesh().size > 1,
-            gradient_dtype=(current_mesh_resource() or MeshResource()).gradient_dtype,
+            gradient_dtype=_gradient_dtype(),
         )
+
+
+def _gradient_dtype():
+    """Of the MeshResource in force; not where axes are manual, for the sums over those are not the layer's."""
+    resource = current_mesh_resource()
+    if resource is None or jax.sharding.get_abstract_mesh().manual_axes:
+        return None
+    return resource.gradient_dtype

@@ -10,6 +10,7 @@ from flax import linen as nn
 from flax import nnx
 from flax.core import DenyList
 
+from te_jax.core.arrays import arrays_apart
 from te_jax.core.check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax.core.products import Noted, Notes, at, taking_notes
 from te_jax.flax._state import on_missing_state
@@ -44,7 +45,8 @@ def explain_model(
         notes = stack.enter_context(taking_notes())
         stack.enter_context(_fresh_state())
         stack.enter_context(nn.intercept_methods(_Linen(notes)))
-        call, arrays = _apart(args, kwargs)
+        call, arrays = arrays_apart(args, kwargs)
+        arrays = _types(arrays)
         if is_linen:
             traced = _of_linen(model, variables, call, arrays)
         elif isinstance(model, nnx.Module):
@@ -79,21 +81,6 @@ def _frozen_places(params: Any, patterns: tuple[str, ...]) -> frozenset[int]:
             )
             raise ValueError(f"explain_fp8: frozen has {pattern!r}, which names no parameter; there are {some}.")
     return frozenset(i for i, path in enumerate(paths) if naming(patterns, path))
-
-
-def _apart(args: Any, kwargs: Any):
-    """(function, arrays) -> the call of these arguments, and the types of the arrays among them: other leaves stay."""
-    leaves, tree = jax.tree.flatten((args, kwargs))
-    places = [i for i, leaf in enumerate(leaves) if hasattr(leaf, "shape") and hasattr(leaf, "dtype")]
-
-    def call(function, arrays):
-        whole = list(leaves)
-        for place, array in zip(places, arrays):
-            whole[place] = array
-        args, kwargs = jax.tree.unflatten(tree, whole)
-        return function(*args, **kwargs)
-
-    return call, _types([leaves[i] for i in places])
 
 
 def _types(tree):

@@ -11,6 +11,7 @@ import math
 import pathlib
 import re
 import tempfile
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -49,6 +50,8 @@ def compiled(fn: Callable[..., Any], *args: Any, mesh: jax.sharding.Mesh) -> tup
     jitted = fn if hasattr(fn, "lower") else jax.jit(fn)
     with tempfile.TemporaryDirectory() as folder, jax.set_mesh(mesh):
         dump = {"xla_dump_to": folder, "xla_dump_hlo_pass_re": _PASS, "xla_dump_hlo_as_text": True}
+        # jax's compilation cache knows a program by its options but for these: by this one, which names no emitter.
+        dump["xla_dump_emitter_re"] = uuid.uuid4().hex
         program = jitted.lower(*args).compile(compiler_options=dump)
         found = sorted(pathlib.Path(folder).glob(f"*after_{_PASS}*"))
         if not found:
@@ -59,15 +62,38 @@ def compiled(fn: Callable[..., Any], *args: Any, mesh: jax.sharding.Mesh) -> tup
 
 def parse(text: str, mesh: jax.sharding.Mesh) -> list[Collective]:
     """The collectives in the HLO `text`; those of one device are left out."""
-    found, users = [], _users(text)
+    found, users, callers, within = [], _users(text), _callers(text), ""
     for line in text.splitlines():
+        within = match[1] if (match := _COMPUTATION.search(line)) else within
         if match := _LINE.search(line):
             groups = _groups(match["kind"], line)
             if max(map(len, groups), default=1) > 1:
-                one = _collective(match, groups, mesh)._replace(names=_op_names(line, users), channel=_channel(line))
+                names = tuple(_whole_name(name, within, callers) for name in _op_names(line, users))
+                one = _collective(match, groups, mesh)._replace(names=names, channel=_channel(line))
                 sliced = one.kind == "all-reduce" and _is_sliced(line, users, one.bytes // max(map(len, groups)))
                 found.append(one._replace(kind="reduce-scatter") if sliced else one)
     return found
+
+
+_COMPUTATION = re.compile(r"^(?:ENTRY )?(%[\w.-]+) \(.*\) -> .*\{$")
+
+
+def _callers(text) -> dict[str, tuple[str, str]]:
+    """{computation: (the computation that calls it, the name of the call)}."""
+    callers, within = {}, ""
+    for line in text.splitlines():
+        within = match[1] if (match := _COMPUTATION.search(line)) else within
+        for called in re.findall(r"(?:to_apply|calls|body|condition)=(%[\w.-]+)", line):
+            callers.setdefault(called, (within, _op_name(line)))
+    return callers
+
+
+def _whole_name(name, within, callers) -> str:
+    """A name as from the program on: behind the partitioner those inside a `shard_map` are as from its call on."""
+    while not name.startswith("jit(") and within in callers:
+        within, outer = callers[within]
+        name = f"{outer}/{name}" if outer else name
+    return name
 
 
 def _channel(line) -> int:

@@ -27,14 +27,16 @@ class Crossing:
     path:    of the module that sends them, "" outside of modules; of gathered weights the module that reads them.
     what:    the op of te_jax or the operation of jax that they belong to, with the product of a layer in front where it
              is one: "wgrad te_gemm".
-    is_backward: whether they cross in the backward pass.
+    is_backward: whether they cross in the backward pass; not those of the forward pass, and of what autodiff has not
+             made, such as an optimizer's.
     kind:    "all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute".
     dtype:   as XLA names it, "f8e4m3fn", "bf16".
     axes:    the mesh axes whose devices take part.
     bytes:   of one of them on a device, of the larger side: of an all-gather its result.
     times:   how many there are.
     in_loop: whether each step of a loop, such as `nn.scan`, has them.
-    next_to: how many products run while they cross, of all of them the fewest; None where that is not known: on a CPU.
+    next_to: how many products run while they cross, of all of them the fewest; None where that is not known: on a CPU,
+             and where XLA joined them with others, or has them wait.
     """
 
     path: str
@@ -62,7 +64,7 @@ class ShardingExplanation:
         rows += [_row(each) for each in self.crossings]
         widths = [max(map(len, column)) for column in zip(*rows)]
         lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths)).rstrip() for row in rows]
-        lines += [_sum("forward", self.crossings, False), _sum("backward", self.crossings, True)]
+        lines += [_sum("forward pass and the rest", self.crossings, False), _sum("backward pass", self.crossings, True)]
         if any(each.in_loop for each in self.crossings):
             lines.append("times with *: in each step of a loop; sums count one step.")
         if any(each.next_to is None for each in self.crossings):
@@ -84,14 +86,14 @@ def _sum(name: str, crossings: tuple[Crossing, ...], is_backward: bool) -> str:
         if each.is_backward == is_backward:
             by_type[each.dtype] += each.bytes * each.times
     parts = ", ".join(f"{bytes_text(size)} of {dtype}" for dtype, size in by_type.most_common() if size)
-    return f"{name} pass: {parts or 'nothing'}"
+    return f"{name}: {parts or 'nothing'}"
 
 
 def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sharding.Mesh) -> ShardingExplanation:
     """Of `fn`, jitted or not, compiled for these arguments."""
     program, found = compiled(fn, *args, mesh=mesh)
     is_gpu = mesh.devices.flat[0].platform == "gpu"
-    next_to = _next_to(program.as_text()) if is_gpu else None
+    next_to = _next_to(program.as_text()) if is_gpu else {}
     alike = collections.defaultdict(list)
     for one in found:
         path, what, name = _place_of(one)
@@ -99,8 +101,8 @@ def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sha
         alike[path, what, is_backward, one.kind, one.dtype, one.axes, one.bytes, in_loop].append(one.channel)
     crossings = []
     for (*head, in_loop), channels in alike.items():
-        known = None if next_to is None else min(next_to.get(channel, 0) for channel in channels)
-        crossings.append(Crossing(*head, len(channels), in_loop, known))
+        known = [next_to[channel] for channel in channels if channel in next_to]  # others were joined, or wait
+        crossings.append(Crossing(*head, len(channels), in_loop, min(known, default=None)))
     return ShardingExplanation(tuple(crossings))
 
 
@@ -108,7 +110,7 @@ def _place_of(one: Collective) -> tuple[str, str, str]:
     """-> the path of the module, what it is of, the name that both are of: the first one that is of an op of te_jax,
     else of a module, else the first."""
     parsed = [(*_parts(name), name) for name in one.names] or [("", one.kind, "")]
-    of_ops = [each for each in parsed if "te_" in each[1]]
+    of_ops = [each for each in parsed if re.search(r"(^| )te_", each[1])]
     return next(iter(of_ops + [each for each in parsed if each[0]]), parsed[0])
 
 
@@ -126,10 +128,11 @@ def _next_to(text: str) -> dict[int, int]:
     for line in text.splitlines():
         if match := re.search(r"^\s*(?:ROOT )?(%\S+) = .*? [\w-]+-start\(", line):
             channel = re.search(r"channel_id=(\d+)", line)
-            running[match[1]] = int(channel[1]) if channel else 0, products
+            running[match[1]] = channel and int(channel[1]), products
         elif match := re.search(r" [\w-]+-done\((%[\w.-]+)", line):
-            channel, before = running.pop(match[1], (0, products))
-            found[channel] = min(found.get(channel, products - before), products - before)
+            channel, before = running.pop(match[1], (None, products))
+            if channel is not None:
+                found[channel] = min(found.get(channel, products - before), products - before)
         elif _TARGETS.search(line) or _PRODUCTS.search(line):
             products += 1
     return found

@@ -28,8 +28,10 @@ class MeshResource(KnownFields):
     pp_resource, cp_resource: Pipeline and context parallelism (the sequence in attention).
     ep_resource:   Expert parallelism: divides the experts of MoEBlock, and splits the batch. It may be the axis of dp
                    or fsdp.
-    gradient_dtype: The type in which devices add up the gradients of weights: jnp.bfloat16, for half the bytes of f32,
-                   or None for the type of each weight, which its gradient has in any case. Of products in FP8.
+    gradient_dtype: The type in which devices add up the gradients of f32 weights of dense layers under a recipe:
+                   jnp.bfloat16, for half the bytes, or None for f32, which the gradient is in any case. Each device
+                   rounds its sum once, also where nothing is to be added. Weights of experts, the collection wgrads,
+                   the head's loss and what is inside a `jax.shard_map`, whose sums are its own, are as without it.
 
     Raises TypeError for a field that is no string, or no dtype, ValueError for an axis that two other fields name, and
     for another dtype.
@@ -46,6 +48,8 @@ class MeshResource(KnownFields):
 
     def __post_init__(self) -> None:
         check("MeshResource", "gradient_dtype", self.gradient_dtype, _SUMMED_IN)
+        if self.gradient_dtype is not None:  # One value, and one hash, for each of a dtype's names.
+            object.__setattr__(self, "gradient_dtype", jnp.dtype(self.gradient_dtype))
         for name, axis in self.axes.items():
             check("MeshResource", name, axis, _AXIS)
         self._check_roles()

@@ -225,3 +225,23 @@ def test_gradients_added_up_in_bf16(rng):
     terms = np.abs(np.asarray(in_f32)).max()
     np.testing.assert_allclose(in_bf16, in_f32, rtol=0, atol=7 * 2.0**-9 * terms)
     assert not np.array_equal(in_bf16, in_f32)
+
+
+def test_sums_of_a_shard_map_stay():
+    """They are the caller's, in the type of what autodiff adds up: to round what enters them would save nothing."""
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
+    x, kernel = jnp.ones((8, 32)) / 3, jnp.ones((32, 16)) / 7
+
+    def run(asked):
+        with jax.set_mesh(mesh), te.autocast(True, CURRENT, te.MeshResource(dp_resource="dp", gradient_dtype=asked)):
+            inside = jax.shard_map(
+                lambda x, kernel: dense(x, kernel, recipe=CURRENT), in_specs=(P("dp"), P()), out_specs=P("dp")
+            )
+            return jax.jit(jax.grad(lambda kernel: jnp.sum(inside(x, kernel) ** 2)))(kernel)
+
+    np.testing.assert_array_equal(run(jnp.bfloat16), run(None))
+
+
+def test_one_resource_for_all_names_of_a_dtype():
+    resources = {te.MeshResource(gradient_dtype=name) for name in ("bfloat16", jnp.bfloat16, jnp.dtype(jnp.bfloat16))}
+    assert len(resources) == 1

@@ -5,13 +5,15 @@ import jax.numpy as jnp
 import pytest
 from flax import linen as nn
 from flax import nnx
+from jax.experimental.compilation_cache import compilation_cache
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sharded import RECIPE, B, F, H, S, module_of
 
 import te_jax as te
 import te_jax.flax as te_flax
-from te_jax.sharding.explain import _next_to
+from te_jax.sharding.collectives import Collective
+from te_jax.sharding.explain import _next_to, _place_of
 
 RESOURCE = te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tp", gradient_dtype=jnp.bfloat16)
 
@@ -71,6 +73,47 @@ def test_of_a_function(mesh):
     (one,) = te.explain_sharding(lambda x: jnp.sin(spread(x)), x).crossings
     assert (one.kind, one.dtype, one.axes, one.bytes, one.times) == ("all-gather", "f32", ("fsdp",), 128, 1)
     assert str(te.explain_sharding(jnp.sin, x)) == "nothing crosses devices"
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_passes_and_modules(kind):
+    """On an Explicit mesh ops are in a `jax.shard_map`, whose names the program has from its call on. A MeshResource is
+    not needed; an argument may be on one device, by keyword, or no array."""
+    x, params = jnp.ones((8, H)), {"params": {"kernel": jnp.ones((H, F)), "bias": jnp.ones(F)}}
+    mesh = jax.make_mesh((4,), ("dp",), axis_types=(kind,))
+    with jax.set_mesh(mesh), te.autocast(recipe=te.recipe.Float8CurrentScaling()):
+        placed = jax.device_put(x, NamedSharding(mesh, P("dp")))
+        whole = jax.device_put(params, NamedSharding(mesh, P()))
+        residual = jax.device_put(jnp.ones((8, F)), NamedSharding(mesh, P("dp")))
+        found = te.explain_sharding(te_flax.DenseGeneral(F, use_bias=True), placed, variables=whole, residual=residual)
+        (sums,) = {c for c in found.crossings if c.bytes >= H * F}
+        assert (sums.what, sums.is_backward, sums.dtype) == ("wgrad te_gemm", True, "f32")
+        assert te.explain_sharding(nn.Dense(F), x).crossings == ()
+        assert te.explain_sharding(lambda x, y: x + y, placed, y=placed).crossings == ()
+
+
+def test_a_program_that_was_compiled_before(mesh, tmp_path):
+    """jax's compilation cache has it, and nothing would be compiled."""
+    x = jax.ShapeDtypeStruct((8, 4), jnp.float32, sharding=NamedSharding(mesh, P("fsdp")))
+    settings = dict(jax_compilation_cache_dir=str(tmp_path), jax_persistent_cache_min_compile_time_secs=0.0)
+    before = {name: getattr(jax.config, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+        found = [te.explain_sharding(jax.jit(jnp.sum), x) for _ in range(2)]
+    finally:
+        for name, value in before.items():
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()
+    assert len(found[0].crossings) == 1 and found[0] == found[1]
+
+
+def test_operations_of_jax_are_no_ops():
+    """A name with "te_" in it, which `nn.scan` leaves where it stacks results."""
+    names = "jit(f)/jvp(Net)/mlp/dot_general", "jit(f)/jvp(Net)/while/body/dynamic_update_slice"
+    one = Collective("all-gather", "f32", 8, ("dp",), 1, names=names)
+    assert _place_of(one) == ("mlp", "dot_general", names[0])
 
 
 def test_what_it_is_not_for(mesh):
