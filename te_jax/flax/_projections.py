@@ -133,10 +133,10 @@ def _fields_by_name(module) -> dict[str, dict]:
     return {name: shared | fields for name, fields in own.items()}
 
 
-def project_output(module: nn.Module, context, inputs_q, residual, layer=None):
+def project_output(module: nn.Module, context, inputs_q, residual, multiply=None):
     """The last projection, context [b, s, h, d] -> [b, s, H], as inputs_q; with `residual` added if it is not None.
 
-    layer: as in `DenseGeneral`.
+    multiply: as in `DenseGeneral`.
     """
     context = context.reshape(*context.shape[:2], math.prod(context.shape[2:]))
     context = constrain(context, activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES))
@@ -149,7 +149,7 @@ def project_output(module: nn.Module, context, inputs_q, residual, layer=None):
         enable_low_rank_adaptation=lora_scope(module)[1],
     )
     dense = DenseGeneral(**shared_fields(module, DenseGeneral) | own, name="out")
-    out = dense(context, residual=residual, out=inputs_q, grad_axes=gathered_axes(outside, whole), layer=layer)
+    out = dense(context, residual=residual, out=inputs_q, grad_axes=gathered_axes(outside, whole), multiply=multiply)
     return checkpoint_name(constrain(out, outside), "out_proj")
 
 

@@ -92,7 +92,7 @@ class DenseGeneral(Module):
         operands: bool = False,
         out: ArrayLike | None = None,
         grad_axes: Any = None,
-        layer: Callable[..., jax.Array] | None = None,
+        multiply: Callable[..., jax.Array] | None = None,
     ) -> jax.Array | tuple[jax.Array, jax.Array | None] | Projection:
         """inputs [..., *contracted] -> [..., *features] of the same dtype; with return_bias that and the bias, which is
         [*features] of the parameters' dtype, or None without use_bias.
@@ -103,11 +103,11 @@ class DenseGeneral(Module):
         out:      an array of the output's shape, as which it is sharded on an Explicit mesh; see `layers.dense`.
         grad_axes: logical axes of the output's gradient where GEMMs read it, as `grad_spec` of `layers.dense` has them.
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
-        layer:    a function that is called instead of `te_jax.layers.dense`, with the same arguments but `contract`: it
+        multiply: a function that is called instead of `te_jax.layers.dense`, with the same arguments but `contract`: it
                   computes of the inputs what it multiplies, as `te_jax.layers.gated_norm_dense` does.
 
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
-        another shape and for one next to a parameter, for return_bias with operands, and for a layer with operands
+        another shape and for one next to a parameter, for return_bias with operands, and for multiply with operands
         or low-rank adaptation, which would read the inputs.
         """
         check_call(self, operands=operands)
@@ -123,10 +123,10 @@ class DenseGeneral(Module):
             raise ValueError(
                 f"{describe(self)}: return_bias is True, but operands=True leaves the sum to another layer."
             )
-        if layer is not None and (operands or self.enable_low_rank_adaptation):
+        if multiply is not None and (operands or self.enable_low_rank_adaptation):
             other = "operands" if operands else "enable_low_rank_adaptation"
             raise ValueError(
-                f"{describe(self)}: {other} is True, but layer computes of the inputs what is multiplied; leave one of "
+                f"{describe(self)}: {other} is True, but multiply computes of the inputs what is multiplied; leave one of "
                 "them out."
             )
         kernel, call = operand(self, kernel, contract=contract)
@@ -134,8 +134,8 @@ class DenseGeneral(Module):
             return Projection(kernel, bias, call["metas"])
         added = None if self.return_bias else bias
         grad_spec = resolve_logical_axes(grad_axes)
-        multiply = partial(dense, contract=contract) if layer is None else layer
-        y = multiply(inputs, kernel, added, residual, out=out, grad_spec=grad_spec, **call)
+        run = multiply or partial(dense, contract=contract)
+        y = run(inputs, kernel, added, residual, out=out, grad_spec=grad_spec, **call)
         if self.enable_low_rank_adaptation:
             y = add_lora(self, y, inputs, *lora_parameters(self, init, contracted, features))
         return (y, bias) if self.return_bias else y

@@ -232,10 +232,10 @@ class Mamba2(Module):
         if lora_scope(self)[1] or not quantizes_gated_norm(y, z, gamma, norm["groups"], recipe_of(self, "out")):
             return project_output(self, gated_rmsnorm(y, z, gamma, **norm, name=describe(self)), inputs, residual)
 
-        def layer(joined, *weights, **options):
+        def multiply(joined, *weights, **options):
             return gated_norm_dense(joined.reshape(z.shape), z, gamma, *weights, **norm, **options)
 
-        return project_output(self, y, inputs, residual, layer)
+        return project_output(self, y, inputs, residual, multiply)
 
     def _weights(self) -> MambaWeights:
         h, w = self.ssm_num_heads, self.conv_width

@@ -151,8 +151,8 @@ def test_adapters_read_the_norm():
 def test_a_layer_and_what_would_read_the_inputs(other, where):
     given = {where: {other: True}}
     dense = te_flax.DenseGeneral(4, **given.get("fields", {}))
-    call = dict(layer=lambda x, *args, **kwargs: x) | given.get("call", {})
-    with pytest.raises(ValueError, match=f"{other} is True, but layer computes of the inputs"):
+    call = dict(multiply=lambda x, *args, **kwargs: x) | given.get("call", {})
+    with pytest.raises(ValueError, match=f"{other} is True, but multiply computes of the inputs"):
         jax.eval_shape(lambda: dense.init(KEY, jnp.ones((2, 3)), **call))
 
 
