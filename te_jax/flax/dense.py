@@ -126,8 +126,8 @@ class DenseGeneral(Module):
         if multiply is not None and (operands or self.enable_low_rank_adaptation):
             other = "operands" if operands else "enable_low_rank_adaptation"
             raise ValueError(
-                f"{describe(self)}: {other} is True, but multiply computes of the inputs what is multiplied; leave one of "
-                "them out."
+                f"{describe(self)}: {other} is True, but multiply computes of the inputs what is multiplied; leave one "
+                "of them out."
             )
         kernel, call = operand(self, kernel, contract=contract)
         if operands:
