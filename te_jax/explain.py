@@ -73,7 +73,7 @@ def explain_sharding(model: Any, *args: Any, variables: Any = None, **kwargs: An
     Raises ValueError without a mesh of several devices, TypeError for another model, and what the call raises.
     """
     is_function = inspect.isroutine(model) or isinstance(model, functools.partial) or hasattr(model, "lower")
-    check("explain_sharding", "variables", variables, NONE if is_function else _ANY_VARIABLES)
+    check("explain_sharding", "variables", variables, NONE if is_function else ANY_VARIABLES)
     mesh = jax.sharding.get_mesh()
     if mesh.empty or mesh.size == 1:
         raise ValueError("explain_sharding: no mesh of several devices is in force; enter jax.set_mesh(mesh).")
@@ -89,4 +89,4 @@ def explain_sharding(model: Any, *args: Any, variables: Any = None, **kwargs: An
 
 
 _MODELS = "a module of Flax Linen, or a function, such as a jitted training step of a module of NNX"
-_ANY_VARIABLES = Kind("the variables of the model", lambda value: True)
+ANY_VARIABLES = Kind("the variables of the model", lambda value: True)

@@ -37,7 +37,7 @@ __device__ __forceinline__ void Gated(const Vec<T, N>& x, const Vec<T, N>& z, bo
   }
 }
 
-// y of N neighbours in the place of u; kOne: they share rstd[0].
+// Makes u of N neighbours y; kOne: they share rstd[0].
 template <bool kOne, int N>
 __device__ __forceinline__ void NormalizeGated(float (&u)[N], const float (&gate)[N],
                                                const float (&rstd)[kOne ? 1 : N], const float (&gamma)[N],
@@ -124,6 +124,29 @@ __device__ __forceinline__ void AwaitRows(const GatedNormArgs& a, const uint64_t
     rstd[row] = row < rows ? AwaitRstd(a, found, (row0 + row) * a.g + group) : 0.f;
   __syncthreads();
 }
+
+// What the sources of tiles have in common, of one thread: its 8 columns do not change.
+template <typename T, bool kVectors>
+struct GatedSource {
+  using Type = T;
+  struct Raw {
+    Vec<T, 8> x, z;
+    int row;  // of the tile
+  };
+  static constexpr int kSlots = 1;
+  const GatedNormArgs& a;
+  const uint64_t* found;  // of NormTiles
+  float* rstd;            // shared: of the rows of the tile
+  unsigned row0;          // of the tile
+  float gamma[8];
+
+  template <bool>
+  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
+    const uint64_t at = uint64_t{row} * unsigned(a.h) + column;  // one multiplication
+    return {LoadRow<kVectors>(static_cast<const T*>(a.x) + at, inside),
+            LoadRow<kVectors>(static_cast<const T*>(a.z) + at, inside), int(row - row0)};
+  }
+};
 
 // The operands of a forward call, and rstd. ExpectGatedNorm checks them, GatedNormArgsOf takes them.
 struct GatedNormArrays {

@@ -15,37 +15,22 @@ using Tiles = NormTiles<kBlock, kBlockThreads, kCtas>;
 // What block_tile.cuh asks of a source. A tile lies in one group. Beyond it there are zeros: x and gamma are
 // 0 there, but rstd may be inf.
 template <typename T, bool kVectors>
-struct GatedBlockSource {
-  using Type = T;
-  struct Raw {
-    Vec<T, 8> x, z;
-    int row;  // of the tile
-  };
-  static constexpr int kSlots = 1, kInFlight = 4 / sizeof(T);
-  const GatedNormArgs& a;
-  const uint64_t* found;  // of NormTiles
-  float* rstd;            // [kBlock], shared
-  unsigned group, row0;   // of the tile
-  int rows, columns;      // of the tile that are inside; from the thread's first column on
-  float gamma[8];
-
-  template <bool>
-  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
-    const uint64_t at = uint64_t{row} * unsigned(a.h) + column;
-    return {LoadRow<kVectors>(static_cast<const T*>(a.x) + at, inside),
-            LoadRow<kVectors>(static_cast<const T*>(a.z) + at, inside), int(row - row0)};
-  }
+struct GatedBlockSource : GatedSource<T, kVectors> {
+  using typename GatedSource<T, kVectors>::Raw;
+  static constexpr int kInFlight = 4 / sizeof(T);
+  unsigned group;     // of the tile
+  int rows, columns;  // of the tile that are inside; from the thread's first column on
 
   __device__ __forceinline__ void Await(int64_t row0, int rows) const {
-    AwaitRows<kBlock>(a, found, row0, rows, group, rstd);
+    AwaitRows<kBlock>(this->a, this->found, row0, rows, group, this->rstd);
   }
 
   __device__ __forceinline__ void Results(const Raw& raw, Vec<T, 8> (&y)[1]) const {
-    const float of_row[1] = {rstd[raw.row]};
+    const float of_row[1] = {this->rstd[raw.row]};
     const int inside = raw.row < rows ? columns : 0;
     float f[8], gate[8];
-    Gated(raw.x, raw.z, a.before_gate, f, gate);
-    NormalizeGated<true>(f, gate, of_row, gamma, a.before_gate);
+    Gated(raw.x, raw.z, this->a.before_gate, f, gate);
+    NormalizeGated<true>(f, gate, of_row, this->gamma, this->a.before_gate);
 #pragma unroll
     for (int j = 0; j < 8; ++j) f[j] = inside > (kVectors ? 0 : j) ? f[j] : 0.f;
     y[0] = Round<T>(f);
@@ -70,8 +55,8 @@ __global__ void __launch_bounds__(kBlockThreads, sizeof(T) == 2 ? kCtas : 1)
   const Split strip = results.by_qs.Of(task.which);
   const int column = strip.rest * kBlock + threadIdx.x % kBlockGroups * 8;  // of the group
   const int64_t of_group = int64_t{strip.quotient} * a.c;
-  GatedBlockSource<T, kVectors> source{a,    tiles.found,       rstd, strip.quotient, row0,
-                                       rows, int(a.c) - column, {}};
+  GatedBlockSource<T, kVectors> source{
+      {a, tiles.found, rstd, row0, {}}, strip.quotient, rows, int(a.c) - column};
   GammaOf<kVectors>(a, of_group + column, of_group + a.c, source.gamma);
   WriteBlockTile<kVectors, false>(source, results, task.chunk, task.which, shared);
 }

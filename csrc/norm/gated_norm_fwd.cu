@@ -116,45 +116,32 @@ Status LaunchRows(cudaStream_t stream, const GatedNormArgs& a, const RowResults<
 // What tile.cuh asks of a source. kWhole: a tile lies in one group. Else each thread looks rstd up for its
 // own columns, which are of one group where there are vectors.
 template <typename T, bool kVectors, bool kWhole>
-struct GatedTileSource {
-  using Type = T;
-  struct Raw {
-    Vec<T, 8> x, z;
-    int row;  // of the tile
-  };
-  static constexpr int kSlots = 1, kWindow = 8 / sizeof(T);
+struct GatedTileSource : GatedSource<T, kVectors> {
+  using typename GatedSource<T, kVectors>::Raw;
+  static constexpr int kWindow = 8 / sizeof(T);
   static constexpr bool kSums = false;
-  const GatedNormArgs& a;
-  const uint64_t* found;  // of NormTiles
-  float* rstd;            // [kTileRows], shared, if kWhole
-  unsigned row0, column;  // of the tile; the thread's first
-  float gamma[8];
-
-  template <bool>
-  __device__ __forceinline__ Raw Load(unsigned row, unsigned column, int inside) const {
-    const uint64_t at = uint64_t{row} * unsigned(a.h) + column;  // one multiplication
-    return {LoadRow<kVectors>(static_cast<const T*>(a.x) + at, inside),
-            LoadRow<kVectors>(static_cast<const T*>(a.z) + at, inside), int(row - row0)};
-  }
+  unsigned column;  // the thread's first
 
   __device__ __forceinline__ void Await(int64_t row0, int rows) const {
-    if (kWhole) AwaitRows<kTileRows>(a, found, row0, rows, a.by_c.Of(column).quotient, rstd);
+    const unsigned group = this->a.by_c.Of(column).quotient;
+    if (kWhole) AwaitRows<kTileRows>(this->a, this->found, row0, rows, group, this->rstd);
   }
 
   __device__ __forceinline__ void Values(const Raw& raw, float (&f)[1][8]) const {
     constexpr bool kOne = kWhole || kVectors;
+    const GatedNormArgs& a = this->a;
     float of_row[kOne ? 1 : 8] = {}, gate[8];
-    const unsigned row = row0 + raw.row;
+    const unsigned row = this->row0 + raw.row;
     if constexpr (kWhole) {
-      of_row[0] = rstd[raw.row];
+      of_row[0] = this->rstd[raw.row];
     } else {
 #pragma unroll
       for (int i = 0; i < (kOne ? 1 : 8); ++i)
         if (row < a.rows && column + i < a.h)
-          of_row[i] = AwaitRstd(a, found, int64_t{row} * a.g + a.by_c.Of(column + i).quotient);
+          of_row[i] = AwaitRstd(a, this->found, int64_t{row} * a.g + a.by_c.Of(column + i).quotient);
     }
     Gated(raw.x, raw.z, a.before_gate, f[0], gate);
-    NormalizeGated<kOne>(f[0], gate, of_row, gamma, a.before_gate);
+    NormalizeGated<kOne>(f[0], gate, of_row, this->gamma, a.before_gate);
   }
 };
 
@@ -172,7 +159,7 @@ __global__ void __launch_bounds__(kTileThreads, kCtas)
     return;
   }
   const unsigned column = task.which * kTileColumns + threadIdx.x % kGroups * 8;
-  GatedTileSource<T, kVectors, kWhole> source{a, tiles.found, rstd, row0, column, {}};
+  GatedTileSource<T, kVectors, kWhole> source{{a, tiles.found, rstd, row0, {}}, column};
   GammaOf<kVectors>(a, column, a.h, source.gamma);
   const unsigned count = tiles.chunks * tiles.strips, tile = task.chunk * tiles.strips + task.which;
   WriteTile<kVectors>(source, results, tile);

@@ -223,7 +223,7 @@ __device__ __forceinline__ void StoreRow(const NormFwdArgs& a, float (&y)[N], fl
     a.data[offset] = Saturate<Q>(y[0] * scale);
 }
 
-// The CTA's amax in its place of those of [rows, h], zeros in those that no CTA has.
+// The CTA's amax in its place of partials of [rows, h], zeros in the places that no CTA has.
 __device__ inline void StoreCtaAmax(float* partials, int64_t rows, int64_t h, float amax) {
   __shared__ unsigned scratch[kMostWarps];
   const unsigned bits = CtaMax(__float_as_uint(amax), scratch);

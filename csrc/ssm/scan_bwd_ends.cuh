@@ -110,7 +110,7 @@ struct OfSteps {
   }
 };
 
-// blockIdx.x: the CTAs that add up, `sums` of them, and behind them those of steps. blockIdx.y: the slab's
+// blockIdx.x: the CTAs that add up, `sums` of them, and behind them the CTAs of steps. blockIdx.y: the slab's
 // rows.
 template <bool kRuns>
 __global__ void __launch_bounds__(kThreads) te_ssd_bwd_ends(const GradArgs a, unsigned sums) {

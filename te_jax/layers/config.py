@@ -90,7 +90,7 @@ class Config(NamedTuple):
 
 
 def _gradient_dtype():
-    """Of the MeshResource in force; not where axes are manual, for the sums over those are not the layer's."""
+    """Of the MeshResource in force; not where axes are manual, whose sums are not the layer's."""
     resource = current_mesh_resource()
     if resource is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None

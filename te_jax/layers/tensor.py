@@ -89,7 +89,7 @@ class Fp8Tensor(NamedTuple):
     def with_one_column_axis(self, split: int) -> "Fp8Tensor":
         """A tensor [*m, g, c], with `split` axes in m, as [*m, g*c], whose blocks lie along c; another one as it is.
 
-        Blocks of g*c are those of c where there is one group, or where they divide c.
+        Blocks of g*c are blocks of c where there is one group, or where they divide c.
         """
         shown = next(a for a in (self.data, self.data_t, self.wide) if a is not None)
         if shown.ndim == split + 1:

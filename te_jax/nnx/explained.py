@@ -13,6 +13,7 @@ from flax.core import DenyList
 from te_jax.core.arrays import arrays_apart
 from te_jax.core.check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax.core.products import Noted, Notes, at, taking_notes
+from te_jax.explain import ANY_VARIABLES
 from te_jax.flax._state import on_missing_state
 from te_jax.flax.kernels import WGRAD_COLLECTION
 from te_jax.layers.explain_fp8 import Fp8Explanation, Traced, explain_traced
@@ -36,7 +37,7 @@ def explain_model(
     check("explain_fp8", "train", train, BOOL)
     check("explain_fp8", "frozen", frozen, _OF_PATHS)
     is_linen = isinstance(model, nn.Module)
-    check("explain_fp8", "variables", variables, NONE if not is_linen else _ANYTHING)
+    check("explain_fp8", "variables", variables, NONE if not is_linen else ANY_VARIABLES)
     if recipe is not None:
         check_recipe("explain_fp8", recipe)
     with contextlib.ExitStack() as stack:
@@ -58,7 +59,6 @@ def explain_model(
 
 
 _OF_PATHS = tuple_of(STRING)
-_ANYTHING = Kind("the variables of the model", lambda value: True)
 
 
 @contextlib.contextmanager
