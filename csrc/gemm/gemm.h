@@ -73,12 +73,24 @@ Status CreateHandle(cublasLtHandle_t* handle);
 Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
               const GemmOperands& operands);
 
-// The algorithms that run `key` on the handle's device, the heuristic's first guess in front; more than those
-// of the heuristic where key.tune. Never empty, and the same in every process: they follow from the key, the
-// model of the device and the version of cuBLASLt. They do not depend on pointers (the heuristic takes them
-// for aligned to 256 bytes, its default), and the workspace is of one size (te_jax/ops/gemm/dense.py).
+// The algorithms that run `key` on the handle's device, in front te_jax's own where HasOwn, or the
+// heuristic's first guess; more than those of the heuristic where key.tune. Never empty, and the same in
+// every process: they follow from the key, the model of the device and the version of cuBLASLt. They do not
+// depend on pointers (the heuristic takes them for aligned to 256 bytes, its default), and the workspace is
+// of one size (te_jax/ops/gemm/dense.py).
 Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos);
 bool Has(const Algos& algos, const Algo& algo);
+
+// ---- gemm_own.cc: te_jax's kernel of grouped products, of one group ----
+
+// An algorithm that cuBLASLt does not have: it stands for this kernel where algorithms are kept.
+Algo OwnAlgo();
+
+// Whether this kernel is what runs `key` on the current device unless another was timed to be faster.
+Status HasOwn(const GemmKey& key, bool* has);
+
+// As Matmul.
+Status MatmulOwn(cudaStream_t stream, const GemmKey& key, const GemmOperands& operands);
 
 // ---- gemm_tune.cc: times the candidates of a GEMM on scratch memory ----
 

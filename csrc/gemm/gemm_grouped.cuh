@@ -226,36 +226,57 @@ struct Consumer {
     }
   }
 
-  // sums: the products of a tile, in f32 every 128 of k.
+  // sums += the products of the next kSteps steps, half of the columns after the other.
+  template <int kSteps>
+  __device__ __forceinline__ void MultiplySteps(const BlockScales& scales, float (&sums)[128]) {
+    Ring at[kSteps + 1];
+    at[0] = ring;
+#pragma unroll
+    for (int i = 0; i < kSteps; ++i) {
+      at[i + 1] = at[i];
+      at[i + 1].Advance();
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float fresh[64];
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) {
+        const int stage = at[step].stage;
+        if (half == 0) WaitBarrier(AddressOf(&s.full[stage]), at[step].parity);
+        const uint64_t left = Left(stage), right = Right(stage) + half * (kRightBytes / 2 >> 4);
+        BeginProducts();
+#pragma unroll
+        for (int i = 0; i < 4; ++i) MultiplyTiles<kFactors>(fresh, left + 2 * i, right + 2 * i, step | i);
+        CommitProducts();
+      }
+      WaitForProducts<0>();
+      Settle(fresh);
+      if (half == 1 && kSums != Sums::kRows)
+#pragma unroll
+        for (int i = 0; i < kSteps; ++i) Release(at[i].stage);
+      Promote(half, ring.stage, scales, fresh, sums);
+    }
+    if (kSums == Sums::kRows) {  // whose scales lie in the stage
+      __syncwarp();
+      Release(ring.stage);
+    }
+    ring = at[kSteps];
+  }
+
+  // sums: the products of a tile, in f32 every 128 of k, each 128 with its scales, or where blocks have none
+  // every kSplitSteps * 128.
   __device__ __forceinline__ void MultiplySplit(const Tile& tile, float (&sums)[128]) {
     constexpr bool kScaled = kSums != Sums::kSplit;
     ScaleReader<kSums> reader(p, tile, tile.left_row + Row());
     BlockScales next;  // a step ahead
     if (kScaled && tile.steps > 0) next = reader.Read(p.rows);
-    for (int step = 0; step < tile.steps; ++step) {
+    int step = 0;
+    if constexpr (!kScaled)
+      for (; step + kSplitSteps <= tile.steps; step += kSplitSteps) MultiplySteps<kSplitSteps>(next, sums);
+    for (; step < tile.steps; ++step) {
       const BlockScales scales = next;
       if (kScaled && step + 1 < tile.steps) next = reader.Read(p.rows);
-      const int stage = ring.stage;
-      WaitBarrier(AddressOf(&s.full[stage]), ring.parity);
-      const uint64_t left = Left(stage), right = Right(stage);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float fresh[64];
-        BeginProducts();
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          MultiplyTiles<kFactors>(fresh, left + 2 * i, right + half * (kRightBytes / 2 >> 4) + 2 * i, i);
-        CommitProducts();
-        WaitForProducts<0>();
-        Settle(fresh);
-        if (half == 1 && kSums != Sums::kRows) Release(stage);
-        Promote(half, stage, scales, fresh, sums);
-      }
-      if (kSums == Sums::kRows) {  // whose scales lie in the stage
-        __syncwarp();
-        Release(stage);
-      }
-      ring.Advance();
+      MultiplySteps<1>(scales, sums);
     }
   }
 

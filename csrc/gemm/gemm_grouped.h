@@ -7,8 +7,8 @@
 
 namespace te::grouped {
 
-// How products are added: all in the tensor cores' accumulators; in f32 registers every 128 of k; so, times
-// the scales of blocks, of 1 x 128 by 128 x 128 or of 1 x 128 by 1 x 128.
+// How products are added: all in the tensor cores' accumulators; in f32 registers every 256 of k; so every
+// 128, times the scales of blocks, of 1 x 128 by 128 x 128 or of 1 x 128 by 1 x 128.
 enum class Sums { kFast, kSplit, kSquares, kRows };
 
 // What lies next to each other in a factor: k in both; columns in the right factor; rows in the left one,
@@ -29,7 +29,7 @@ struct Problem {
                              // [columns, R], or [R, rows] and [R, columns]
   int64_t line;  // bytes from a line of squares to the next where FP8 lies in both layouts in one array (see
                  // activation_grouped_paired.cu), from `left` on or with `wgrad` from `right` on; 0: nowhere
-  const int *offsets, *counts;
+  const int *offsets, *counts;        // nullptr: one expert has all rows
   const float *left_inv, *right_inv;  // of one scale or one for each expert; nullptr: none
   bool left_each, right_each;         // one for each expert
   const float *left_blocks,

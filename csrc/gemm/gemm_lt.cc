@@ -268,6 +268,7 @@ Status CreateHandle(cublasLtHandle_t* handle) {
 
 Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
               const GemmOperands& operands) {
+  if (Has({OwnAlgo()}, algo)) return MatmulOwn(stream, key, operands);
   Descriptors descriptors;
   TE_TRY(descriptors.Make(key, operands));
   const float one = 1.f, beta = key.c ? 1.f : 0.f;
@@ -280,6 +281,10 @@ Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, 
 }
 
 Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
+  bool has_own;
+  TE_TRY(HasOwn(key, &has_own));
+  if (has_own) algos->push_back(OwnAlgo());
+  if (has_own && !key.tune) return {};
   Descriptors descriptors;
   TE_TRY(descriptors.Make(key, {}));
   const cublasStatus_t status = Heuristic(handle, descriptors, key.workspace, algos);

@@ -132,32 +132,20 @@ struct HopperGradients {
         four[i] = by[i % 2] == 0 ? 0 : Pack(two.x * by[i % 2], two.y * by[i % 2]);
       }
   }
-  // sums += tokens state, to be waited for; with kRuns it is, for what comes behind may be either way. Rows
-  // that get nothing, as `by` says, are left out unless `all` get something: the state may have an inf.
+  // sums += tokens state, to be waited for.
   __device__ __forceinline__ static void AddStates(float (&sums)[kN / 2], const uint32_t (&tokens)[4][4],
-                                                   const uint8_t* state, bool all, const float (&by)[2]) {
-    if constexpr (kRuns) {
-      if (!all) return AddSome(sums, tokens, state, by);
-    }
+                                                   const uint8_t* state) {
     BeginProducts();
     MultiplyAcross(sums, tokens, state);
     CommitProducts();
-    if constexpr (kRuns) WaitForProducts<0>(), Settle(sums);
   }
-  __device__ __forceinline__ static void AddSome(float (&sums)[kN / 2], const uint32_t (&tokens)[4][4],
-                                                 const uint8_t* state, const float (&by)[2]) {
+  // Rows that no state reaches, of another run than it, whose inf times their 0 is no number.
+  template <typename IsReached>
+  __device__ __forceinline__ static void Clear(float (&sums)[kN / 2], IsReached&& is_reached) {
+    if constexpr (!kRuns) return;
+    const bool reached[2] = {is_reached(RowOfHalf(0)), is_reached(RowOfHalf(1))};
 #pragma unroll
-    for (int box = 0; box < kN / 64; ++box) {
-      float fresh[32] = {};
-      BeginProducts();
-      MultiplyAcross(fresh, tokens, state + box * kBoxBytes);
-      CommitProducts();
-      WaitForProducts<0>();
-      Settle(fresh);
-#pragma unroll
-      for (int i = 0; i < 32; ++i)
-        if (by[i / 2 % 2] != 0) sums[32 * box + i] += fresh[i];
-    }
+    for (int i = 0; i < kN / 2; ++i) sums[i] = reached[i / 2 % 2] ? sums[i] : 0.f;
   }
 
   // A warpgroup: dC.
@@ -181,13 +169,13 @@ struct HopperGradients {
       WeighRows(weighed, by);
       WaitForProducts<0>();
       Settle(seen);
-      if (kRuns) PutSums(EndsOf(i).of_state, dy, seen);  // registers are scarce
-      AddStates(dC, weighed, stage.state, s.runs.Continues(kLast), by);
-      if (!kRuns) PutSums(EndsOf(i).of_state, dy, seen);
+      AddStates(dC, weighed, stage.state);
+      PutSums(EndsOf(i).of_state, dy, seen);
       WaitForProducts<0>();
       Settle(dC);
       Release(s.empty[i % kStages]);
     }
+    Clear(dC, [&](int token) { return s.runs.Continues(token); });
     Finish(dC, false);
   }
 
@@ -215,7 +203,7 @@ struct HopperGradients {
       Settle(dx);
       PutSums(EndsOf(i).to_state, x, dx);
       WeighRows(x, by);
-      AddStates(dB, x, stage.gradient, s.runs.AreOne(0, kLast), by);
+      AddStates(dB, x, stage.gradient);
 #pragma unroll
       for (int j = 0; j < 32; ++j) dx[j] = left[j / 2 % 2] == 0 ? 0.f : dx[j] * left[j / 2 % 2];
       OfTokens(i, dx);
@@ -225,6 +213,7 @@ struct HopperGradients {
       Release(s.scores_empty[i % 2]);
       WriteTokens(i, dx);
     }
+    Clear(dB, [&](int token) { return s.runs.AreOne(token, kLast); });
     Finish(dB, true);
     if (Lane() == 0) WaitForStores();
   }

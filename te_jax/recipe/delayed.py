@@ -38,7 +38,8 @@ class DelayedScaling(Recipe):
     fp8_dpa:            attention in FP8, where `te_jax.flax.DotProductAttention` serves the call so; its state is there
     only with it.
     fp8_mha:            projections and attention hand over FP8 tensors: not in this version, must be False.
-    split_accumulator:  (fprop, dgrad, wgrad): True adds partial sums in full precision, False is the faster mode.
+    split_accumulator:  (fprop, dgrad, wgrad): True adds products in f32 every 128 or 256 of them, False all of them in
+                        the tensor cores, which keep 14 bits: 1 to 2 % faster for a layer.
     exclude:            patterns (`fnmatch`) of Flax module paths that stay out of FP8, with all below them, such as
                         ("lm_head", "layers_0", "*/mlp"). Layers of one `nn.scan` are one module. One that names no
                         module is told by a warning where the autocast ends.

@@ -3,7 +3,7 @@
 FP8 operands have one scale each (te_gemm) or one for each block of 128 (te_gemm_block), both through cuBLASLt, or for
 each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the formats of the factors.
 
-Which of cuBLASLt's algorithms run, and how others are asked for, is in tuning.py.
+Which algorithm runs, and how others are asked for, is in tuning.py.
 """
 
 from collections.abc import Sequence
@@ -361,8 +361,9 @@ def gemm(
     out_dtype:   f32, bf16 or f16; default bf16 for FP8 operands, else theirs.
     fast_accum:  FP8 partial sums stay in the tensor core's reduced precision: faster, some 1e-3 less exact. Sums over
                  blocks are always scaled and added in f32.
-    tune:        False: cuBLASLt's first guess, the same in every process. True: its candidates are timed once per shape
-                 at first use, so that another process may choose another and give other bits; see `tune_all`.
+    tune:        False: te_jax's own kernel or cuBLASLt's first guess, by the shape, the same in every process. True:
+                 candidates are timed once per shape at first use, so that another process may choose another and give
+                 other bits; see `tune_all`.
     in_place:    the FP8 product takes the place of c, which nothing reads later (XLA would copy it): of sums.
     out_spec:    on an Explicit mesh, the sharding wanted of the result; None: the operands', the left one's first.
 

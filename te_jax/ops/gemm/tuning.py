@@ -1,4 +1,5 @@
-"""Which algorithm of cuBLASLt runs a GEMM. Its first guess, the same in every process, unless one of these is asked."""
+"""Which algorithm runs a GEMM: te_jax's own kernel or cuBLASLt's first guess, by the shape, and so the same in every
+process, unless one of these is asked."""
 
 import json
 import math
@@ -11,8 +12,9 @@ from te_jax.core.check import BOOL, check, show
 
 
 def tune_all(on: bool = True) -> None:
-    """From here on a GEMM that runs for the first time in this process is timed: all of cuBLASLt's candidates, on
-    scratch memory, of which the fastest stays for the process. Call it before the first step.
+    """From here on a GEMM that runs for the first time in this process is timed: all of cuBLASLt's candidates,
+    and te_jax's own kernel where it would run, on scratch memory, of which the fastest stays for the process. Call it
+    before the first step.
 
     Two processes may then choose otherwise, and give other bits: carry the choices over by `save_tuning` and
     `load_tuning`. on: False ends it. Raises RuntimeError where the CUDA extension cannot be used.
