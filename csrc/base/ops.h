@@ -159,7 +159,9 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
 
 // The product of matrices lhs [m, k], rhs [n, k] with a scale for each block of 128 along k: lhs_scale_inv
 // f32 [k/128, m], and rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4].
-// outer is 0.
+// With rhs_block_inv also of lhs [m..., k...], rhs [n..., k...], `outer` axes in front of the last one of k,
+// or of a k that 128 does not divide: lhs_scale_inv f32 [k.../128, m...], rhs_block_inv f32 [n.../128,
+// k.../128], with blocks along the last axes of n and k.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
                        int64_t outer, bool tune);
@@ -288,8 +290,9 @@ Status LaunchActivationGroupedPairedBwd(cudaStream_t stream, Arg dy, Arg x, Arg 
 // Products of groups of rows with a scale for a tensor, an expert or a block of 128. offsets i32 [e + 1],
 // counts i32 [e]: groups as of LaunchGroup. lhs [r, k], rhs [e, n, k]; lhs_scale_inv?, rhs_scale_inv? f32 [e]
 // or [1]; or lhs_row_inv? f32 [k/128, r], rhs_block_inv? f32 [e, n/128, k/128]; bias? [e, n] -> out [r, n],
-// zeros in rows that pad a group; nothing behind the last one. outer is 0. The width of k is a multiple of 16
-// bytes, n one of 8. All grouped products: workspace u8 [kGroupedWorkspace], which
+// zeros in rows that pad a group; nothing behind the last one. n and k may be several axes, with blocks along
+// the last of them; outer: how many k has in front of that. The width of k is a multiple of 16 bytes, n one
+// of 8, in blocks of their last axes. All grouped products: workspace u8 [kGroupedWorkspace], which
 // te_jax/ops/gemm/grouped.py has too.
 inline constexpr int64_t kGroupedWorkspace = 4;
 Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg counts, Arg lhs_scale_inv,

@@ -107,6 +107,14 @@ __device__ __forceinline__ void CopyBoxTo(unsigned ranks, uint32_t to, const voi
       "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "h"(uint16_t(ranks))
       : "memory");
 }
+__device__ __forceinline__ void CopyBoxTo(unsigned ranks, uint32_t to, const void* map, uint32_t barrier,
+                                          int x, int y, int z, int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], "
+      "[%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to),
+      "l"(map), "r"(barrier), "r"(x), "r"(y), "r"(z), "r"(w), "h"(uint16_t(ranks))
+      : "memory");
+}
 // `bytes`, a multiple of 16, from and to addresses aligned to 16.
 __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, unsigned bytes, uint32_t barrier) {
   asm volatile(

@@ -1,11 +1,13 @@
 // te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
-// through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k.
+// through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k, where cuBLASLt
+// takes no blocks that are cut through the kernel of grouped products.
 // A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
 #include "gemm/gemm.h"
 
 #include "base/dl.h"
 #include "base/module.h"
 #include "base/ops.h"
+#include "gemm/gemm_grouped.h"
 
 namespace te {
 
@@ -78,29 +80,68 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
   return Run(stage, stream, call, key, lhs_scale_inv, rhs_scale_inv);
 }
 
-// The arrays are matrices. The scales are as gemm.h says.
+namespace {
+
+// By the kernel of grouped products, as the product of one group: what has scales of squares, but is no
+// product of matrices with whole blocks of k. n, k: the axes of these.
+Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, const Axes& n, const Axes& k,
+                   const Tensor& row_inv, const Tensor& block_inv) {
+  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  const bool few = std::max({key.m, key.n, key.k, row_inv.count(), block_inv.count()}) <= kMost &&
+                   CeilDiv(key.m, 128) * CeilDiv(key.n, 256) <= kMost;
+  TE_CHECK(
+      few && n.last() % 8 == 0 && k.last() % 16 == 0,
+      "%s: lhs is %s, rhs %s; pass less than 2^31 rows, columns, scales and tiles, and a last axis of n of a "
+      "multiple of 8, of k of 16.",
+      call.op, call.lhs.shape().c_str(), call.rhs.shape().c_str());
+  for (const Tensor& a : {call.lhs, call.rhs, call.bias, call.c, call.out})
+    TE_CHECK(Aligned(Data<void>(a)), "%s: arrays must be aligned to 16 bytes", call.op);
+  TE_CHECK(call.workspace.bytes() >= kGroupedWorkspace, "%s: workspace has %ld bytes, pass %ld", call.op,
+           long(call.workspace.bytes()), long(kGroupedWorkspace));
+  grouped::Problem p{};
+  p.experts = 1, p.rows = int(key.m), p.columns = int(key.n), p.k = int(key.k);
+  p.column_slots = int(grouped::SlotsOf(n)), p.k_slots = int(grouped::SlotsOf(k));
+  p.lhs = key.lhs, p.rhs = key.rhs, p.result = key.out;
+  p.sums = grouped::Sums::kSquares, p.layout = grouped::Layout::kAlong;
+  p.left = call.lhs.data, p.right = call.rhs.data, p.out = call.out.data;
+  p.left_blocks = Data<float>(row_inv), p.right_blocks = Data<float>(block_inv);
+  p.bias = Data<void>(call.bias), p.c = Data<void>(call.c), p.counter = Data<int>(call.workspace);
+  return grouped::Run(stream, call.op, p);
+}
+
+}  // namespace
+
+// The scales are as gemm.h says, or of more axes.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
                        int64_t outer, bool tune) {
   GemmKey key;
-  const Call call{"te_gemm_block", lhs, rhs, bias, c, out, workspace, 1};
-  TE_TRY(ExpectRank(call.op, "lhs", lhs, 2, true));
-  TE_TRY(ExpectRank(call.op, "rhs", rhs, 2, true));
-  TE_CHECK(outer == 0, "%s: outer is %ld; pass 0: lhs and rhs are matrices", call.op, long(outer));
+  const Call call{"te_gemm_block", lhs, rhs, bias, c, out, workspace, outer + 1};
+  TE_CHECK(outer >= 0, "%s: outer is %ld; pass 0 or more", call.op, long(outer));
+  TE_TRY(ExpectRank(call.op, "lhs", lhs, outer + 2));
+  TE_TRY(ExpectRank(call.op, "rhs", rhs, outer + 2));
   TE_TRY(MakeKey(call, tune, &key));
   TE_CHECK(key.fp8(), "%s: lhs is %s; pass FP8 operands", call.op, Name(lhs.type).c_str());
-  TE_CHECK(key.k % 128 == 0 && key.m % 4 == 0, "%s: k must be a multiple of 128 and m one of 4, got %ld, %ld",
-           call.op, long(key.k), long(key.m));
-  const int64_t blocks = key.k / 128;
-  const bool squares = Present(rhs_block_inv);
+  const Axes m = Axes(lhs).Without(call.contract), n = Axes(rhs).Without(call.contract),
+             k = Axes(lhs).From(m.rank());
+  const bool squares = Present(rhs_block_inv), matrices = m.rank() == 1 && n.rank() == 1 && k.rank() == 1;
+  const bool one_group = squares && (!matrices || key.k % 128 != 0);
+  TE_CHECK(one_group || (matrices && key.k % 128 == 0 && key.m % 4 == 0),
+           "%s: lhs is %s, rhs %s; pass matrices, k a multiple of 128 and m one of 4, or rhs_block_inv.",
+           call.op, lhs.shape().c_str(), rhs.shape().c_str());
+  const int64_t blocks = CeilDiv(key.k, 128);
   key.scales = squares ? Scales::kRowsBySquares : Scales::kRows;
-  const Axes square_axes{CeilDiv(key.n, 128), CeilDiv(blocks, 4) * 4};
+  const Axes square_axes = one_group ? grouped::InBlocks(n) + grouped::InBlocks(k)
+                                     : Axes{CeilDiv(key.n, 128), CeilDiv(blocks, 4) * 4};
   TE_TRY(
-      Expect(call.op, {{"lhs_scale_inv", lhs_scale_inv, F32, {blocks, key.m}},
+      Expect(call.op, {{"lhs_scale_inv", lhs_scale_inv, F32, grouped::InBlocks(k) + m},
                        {"rhs_scale_inv", rhs_scale_inv, F32, {blocks, key.n}, squares ? kAbsent : kRequired},
                        {"rhs_block_inv", rhs_block_inv, F32, square_axes, kOptional}}));
   for (const Tensor& scale : {Tensor(lhs_scale_inv), Tensor(rhs_scale_inv), Tensor(rhs_block_inv)})
     TE_CHECK(Aligned(Data<float>(scale)), "%s: scales must be aligned to 16 bytes", call.op);
+  if (one_group && !key.empty())
+    return stage == Stage::kExecute ? RunOneGroup(stream, call, key, n, k, lhs_scale_inv, rhs_block_inv)
+                                    : Status{};
   return Run(stage, stream, call, key, lhs_scale_inv, squares ? Tensor(rhs_block_inv) : rhs_scale_inv);
 }
 

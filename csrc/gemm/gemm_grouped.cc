@@ -1,4 +1,5 @@
-// te_gemm_grouped: out[r, n] = lhs[r, k] @ rhs[expert of r, n, k]^T, times inverse scales, plus bias.
+// te_gemm_grouped: out[r, n] = lhs[r, k] @ rhs[expert of r, n, k]^T, times inverse scales, plus bias; n and k
+// may be several axes, of which only the last one has blocks.
 // te_gemm_grouped_wgrad: out[e, n, k] = the sum over the rows r of expert e of lhs[n, r] rhs[k, r], plus c.
 // te_gemm_grouped_paired, te_gemm_grouped_paired_wgrad: the same of a gradient in both layouts in one array,
 // the left factor of the first and the right one of the second.
@@ -11,7 +12,7 @@
 namespace te {
 namespace {
 
-using grouped::Layout, grouped::Problem, grouped::Sums;
+using grouped::InBlocks, grouped::Layout, grouped::Problem, grouped::SlotsOf, grouped::Sums;
 
 constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in ints
 
@@ -59,7 +60,7 @@ Status MakeProblem(const Call& call, const Axes& rhs, const Axes& out, bool fast
                  {"counts", call.counts, S32, {experts}},
                  {"lhs_scale_inv", call.lhs_scale_inv, F32, ScaleAxes(call.lhs_scale_inv, experts), scale},
                  {"rhs_scale_inv", call.rhs_scale_inv, F32, ScaleAxes(call.rhs_scale_inv, experts), scale},
-                 {"bias", call.bias, result, {experts, out.last()}, kOptional},
+                 {"bias", call.bias, result, Axes{experts} + out.From(1), kOptional},
                  {"c", call.c, result, out, kOptional},
                  {"out", call.out, kFloats, out},
                  {"workspace", call.workspace, U8, {kGroupedWorkspace}}}));
@@ -83,7 +84,8 @@ Status Run(cudaStream_t stream, const Call& call, int64_t rows, int64_t columns,
            call.lhs.shape().c_str());
   const bool left_across = problem->layout == Layout::kBothAcross;
   TE_CHECK(
-      columns % 8 == 0 && (left_across ? rows : k) * Width(call.lhs.type) % 16 == 0,
+      columns / problem->column_slots % 8 == 0 &&
+          (left_across ? rows : k / problem->k_slots) * Width(call.lhs.type) % 16 == 0,
       "%s: lhs is %s%s, rhs %s; pass an innermost axis of lhs of a multiple of 16 bytes, and 8 columns or "
       "a multiple of them.",
       call.op, Name(call.lhs.type).c_str(), call.lhs.shape().c_str(), call.rhs.shape().c_str());
@@ -109,21 +111,26 @@ Status LaunchGemmGrouped(cudaStream_t stream, Arg lhs, Arg rhs, Arg offsets, Arg
                          Arg rhs_scale_inv, Arg lhs_row_inv, Arg rhs_block_inv, Arg bias, Ret out,
                          Ret workspace, int64_t outer, bool fast_accum) {
   const char* op = "te_gemm_grouped";
-  TE_TRY(ExpectRank(op, "lhs", lhs, 2, true));
-  TE_TRY(ExpectRank(op, "rhs", rhs, 3, true));
-  TE_CHECK(outer == 0, "%s: outer is %ld; pass 0: one axis is contracted.", op, long(outer));
-  const int64_t rows = lhs.sizes[0], k = lhs.sizes[1], columns = rhs.sizes[1], experts = Axes(counts)[0];
+  TE_TRY(ExpectRank(op, "lhs", lhs, 2));
+  TE_TRY(ExpectRank(op, "rhs", rhs, lhs.rank + 1));
+  TE_CHECK(outer == lhs.rank - 2, "%s: outer is %ld, lhs is %s; pass the axes of k less 1.", op, long(outer),
+           lhs.shape().c_str());
+  const Axes k_axes = Axes(lhs).From(1), n_axes = Axes(rhs).Without(k_axes.rank()).From(1);
+  const int64_t rows = lhs.sizes[0], k = k_axes.count(), columns = n_axes.count(), experts = Axes(counts)[0];
   const bool in_blocks = Present(lhs_row_inv) || Present(rhs_block_inv);
   const Call call{op,   lhs,   rhs, offsets,   counts,   lhs_scale_inv, rhs_scale_inv,
                   bias, kNone, out, workspace, in_blocks};
   Problem problem{};
-  TE_TRY(MakeProblem(call, {experts, columns, k}, {rows, columns}, fast_accum, &problem));
+  TE_TRY(MakeProblem(call, Axes{experts} + n_axes + k_axes, Axes{rows} + n_axes, fast_accum, &problem));
   const Need blocks = !in_blocks || !kFp8.Have(lhs.type) ? kAbsent : kRequired;
-  const int64_t along = CeilDiv(k, 128);
+  const Axes along = InBlocks(k_axes);
   TE_TRY(
-      Expect(op, {{"lhs_row_inv", lhs_row_inv, F32, {along, rows}, blocks},
-                  {"rhs_block_inv", rhs_block_inv, F32, {experts, CeilDiv(columns, 128), along}, blocks}}));
-  if (in_blocks) problem.sums = Sums::kSquares;
+      Expect(op, {{"lhs_row_inv", lhs_row_inv, F32, along + Axes{rows}, blocks},
+                  {"rhs_block_inv", rhs_block_inv, F32, Axes{experts} + InBlocks(n_axes) + along, blocks}}));
+  if (in_blocks) {
+    problem.sums = Sums::kSquares;
+    problem.column_slots = int(SlotsOf(n_axes)), problem.k_slots = int(SlotsOf(k_axes));
+  }
   problem.left_blocks = Data<float>(lhs_row_inv), problem.right_blocks = Data<float>(rhs_block_inv);
   return Run(stream, call, rows, columns, k, {lhs_row_inv, rhs_block_inv}, &problem);
 }

@@ -57,6 +57,29 @@ __device__ __forceinline__ void CopySquares(bool shared, int rank, uint32_t to, 
   }
 }
 
+// Copies a step of both factors where they are cut into slots: from `k` of a slot on. halves: of the tile's
+// columns.
+template <typename P>
+__device__ __forceinline__ void CopySlots(const KernelArgs& args, const Tile& tile, const Half (&halves)[2],
+                                          int rank, uint32_t to, uint32_t full, int k, int slot) {
+  constexpr unsigned kAll = (1u << P::kCluster) - 1;
+  const bool shares_left = P::kCluster == 2 && !tile.stacked, shares_right = P::kCluster == 2 && tile.stacked;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t left = to + half * (kLeftBytes / 2), right = to + kLeftBytes + half * (kRightBytes / 2);
+    const int left_row = tile.left_row + half * (kTileRows / 2), row = halves[half].row;
+    const int z = tile.expert * args.p.column_slots + halves[half].slot;
+    if (!shares_left)
+      CopyBox(left, &args.left, full, k, slot, left_row);
+    else if (half == rank)
+      CopyBoxTo(kAll, left, &args.left, full, k, slot, left_row);
+    if (!shares_right)
+      CopyBox(right, &args.right, full, k, slot, row, z);
+    else if (half == rank)
+      CopyBoxTo(kAll, right, &args.right, full, k, slot, row, z);
+  }
+}
+
 // One thread: copies what the CTA's tiles are made of.
 template <Sums kSums, Layout kLayout, typename P, int kStep>
 __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
@@ -69,11 +92,18 @@ __device__ __forceinline__ void Produce(const KernelArgs& args, Shared& s) {
   for (Tile tile; walk.Next(&tile);) {
     const int scales = kSums == Sums::kRows ? max(0, min(kTileColumns, p.columns - tile.right_row)) : 0;
     const int right_z = p.wgrad ? 0 : tile.expert;
+    [[maybe_unused]] const Half halves[] = {HalfOf<kSums>(p, tile, 0), HalfOf<kSums>(p, tile, 1)};
+    [[maybe_unused]] int slot_k = 0, slot = 0;
     for (int step = 0; step < tile.steps; ++step, ring.Advance()) {
       const uint32_t full = AddressOf(&s.full[ring.stage]), left = AddressOf(s.stages[ring.stage]);
       const int k = tile.k + step * kStep;
       WaitBarrier(AddressOf(&s.empty[ring.stage]), ring.parity ^ 1);
       ArriveExpecting(full, kStageBytes + unsigned(scales * sizeof(float)));
+      if constexpr (kSums == Sums::kSquares) {
+        CopySlots<P>(args, tile, halves, rank, left, full, slot_k, slot);
+        if ((slot_k += kStep) >= p.slot_k) slot_k = 0, ++slot;
+        continue;
+      }
       if (left_squares)
         CopySquares<kTileRows, P>(!tile.stacked, rank, left, &args.left, full, k / kBlock, tile.left_row, 0,
                                   kTileRows / 2);
@@ -111,7 +141,7 @@ struct ScaleReader {
     row = min(row, p.rows - 1);
     rows = p.left_blocks + int64_t{tile.k / kBlock} * p.rows + row, lower = row + 8 < p.rows ? 8 : 0;
     if constexpr (kSums == Sums::kSquares) {
-      const int along = DivideUp(p.k, kBlock), squares = DivideUp(p.columns, kBlock);
+      const int along = p.k_blocks, squares = p.column_blocks;
       const int square = min(tile.right_row / kBlock, squares - 1);
       // All lanes read the same, which goes to uniform registers, and these are waited for as soon as they
       // are asked for: that took 15 % of a product. So the place depends on the lane, by `row >> 31`, which
@@ -281,7 +311,7 @@ struct Consumer {
   }
 
   __device__ __forceinline__ void Run() {
-    const Writer writer{args, s, warp, lane};
+    const Writer<kSums> writer{args, s, warp, lane};
     Walk<P, kStep, false> walk(p, s);
     Tile tile, next;
     for (bool more = walk.Next(&tile); more; tile = next) {

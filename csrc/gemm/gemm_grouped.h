@@ -3,6 +3,8 @@
 
 #include <cuda.h>
 
+#include <algorithm>
+
 #include "base/check.h"
 
 namespace te::grouped {
@@ -15,6 +17,14 @@ enum class Sums { kFast, kSplit, kSquares, kRows };
 // too. Only numbers of 16 bits lie across k.
 enum class Layout { kAlong, kRightAcross, kBothAcross };
 
+constexpr int kBlock = 128;  // of scales
+
+// Axes, of which the last one is in blocks, as those of scales.
+inline Axes InBlocks(const Axes& axes) { return axes.Without(1) + Axes{CeilDiv(axes.last(), kBlock)}; }
+
+// How many slots such axes have: what is along the last one, side by side.
+inline int64_t SlotsOf(const Axes& axes) { return std::max<int64_t>(axes.Without(1).count(), 1); }
+
 // A product of matrices for each expert. out: [R, columns], of which an expert has the rows of its group; or
 // with `wgrad` [E, rows, columns], where the group's rows are what is summed over.
 struct Problem {
@@ -22,6 +32,10 @@ struct Problem {
   int experts, columns;
   int rows;  // of the result, R or of an expert's product
   int k;     // what is contracted: of each row, or with `wgrad` R
+  // With scales of squares columns and k may be slots side by side, in each of which blocks begin anew.
+  int column_slots = 1, k_slots = 1;
+  int slot_columns, slot_k;     // of a slot; these are of Cut
+  int column_blocks, k_blocks;  // of 128, in all slots; a slot's last one may be cut
   Type lhs, rhs, result;
   Sums sums;
   Layout layout;
@@ -29,7 +43,7 @@ struct Problem {
                              // [columns, R], or [R, rows] and [R, columns]
   int64_t line;  // bytes from a line of squares to the next where FP8 lies in both layouts in one array (see
                  // activation_grouped_paired.cu), from `left` on or with `wgrad` from `right` on; 0: nowhere
-  const int *offsets, *counts;        // nullptr: one expert has all rows
+  const int *offsets, *counts;        // nullptr: all rows are one group, of one expert
   const float *left_inv, *right_inv;  // of one scale or one for each expert; nullptr: none
   bool left_each, right_each;         // one for each expert
   const float *left_blocks,
@@ -38,6 +52,12 @@ struct Problem {
   const void* c;      // as out, or nullptr
   void* out;
   int* counter;  // of items that clusters take, of a launch of its own; nullptr: none are counted
+
+  void Cut() {
+    slot_columns = columns / column_slots, slot_k = k / k_slots;
+    column_blocks = int(CeilDiv(slot_columns, kBlock)) * column_slots;
+    k_blocks = int(CeilDiv(slot_k, kBlock)) * k_slots;
+  }
 };
 
 // Enqueues the kernel, for the op of this name. What it asks of sizes is checked by the launchers in

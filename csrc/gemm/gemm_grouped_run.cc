@@ -25,18 +25,43 @@ Status MakeSquares(CUtensorMap* map, const Problem& p, const void* first, int64_
                           CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
 }
 
+// Maps of factors that are cut into slots along k, and the right one into slots of columns, which lie one
+// after the other in all experts: [rows, slots, k] and [experts' slots, columns, slots, k].
+Status MakeLeftSlots(CUtensorMap* map, const Problem& p) {
+  const cuuint64_t slots = p.k_slots, slot = p.slot_k;
+  return MakeTensorMap<3>(kOp, map, p.lhs, p.left, {slot, slots, cuuint64_t(p.rows)}, {slot, slots * slot},
+                          {1, 64});
+}
+Status MakeRightSlots(CUtensorMap* map, const Problem& p) {
+  const cuuint64_t slots = p.k_slots, slot = p.slot_k, rows = p.slot_columns;
+  return MakeTensorMap<4>(kOp, map, p.rhs, p.right,
+                          {slot, slots, rows, cuuint64_t(p.experts) * cuuint64_t(p.column_slots)},
+                          {slot, slots * slot, rows * slots * slot}, {1, 128, 1});
+}
+
 Status MakeLeft(CUtensorMap* map, const Problem& p) {
+  if (p.sums == Sums::kSquares) return MakeLeftSlots(map, p);
   if (p.line && !p.wgrad) return MakeSquares(map, p, p.left, p.rows, p.k / 128, 64);
   if (p.layout == Layout::kBothAcross) return MakeMap(map, p.lhs, p.left, p.rows, p.k, 1, 64);
   return MakeMap(map, p.lhs, p.left, p.k, p.rows, 1, 64);
 }
 
 Status MakeRight(CUtensorMap* map, const Problem& p) {
+  if (p.sums == Sums::kSquares) return MakeRightSlots(map, p);
   if (p.line && p.wgrad)
     return MakeSquares(map, p, static_cast<const char*>(p.right) + 128, p.k, p.columns / 128, 128);
   const int64_t count = p.wgrad ? 1 : p.experts;
   if (p.layout == Layout::kAlong) return MakeMap(map, p.rhs, p.right, p.k, p.columns, count, 128);
   return MakeMap(map, p.rhs, p.right, p.columns, p.k, count, 64);
+}
+
+// Of a result of 16 bits, `kPieceRows` rows of 64 columns at a time.
+Status MakeOut(CUtensorMap* map, const Problem& p) {
+  if (p.sums != Sums::kSquares)
+    return MakeMap(map, p.result, p.out, p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows);
+  const cuuint64_t slots = p.column_slots, slot = p.slot_columns, bytes = slot * Width(p.result);
+  return MakeTensorMap<3>(kOp, map, p.result, p.out, {slot, slots, cuuint64_t(p.rows)},
+                          {bytes, slots * bytes}, {1, kPieceRows});
 }
 
 }  // namespace
@@ -49,12 +74,12 @@ Status Run(cudaStream_t stream, const char* op, const Problem& p) {
 #endif
   KernelArgs args{};
   args.p = p;
+  args.p.Cut();
   // Along k boxes are half of a tile, as each CTA of a cluster brings one half of what both read. Across k
   // they are 64 numbers of 64 k.
-  TE_TRY(MakeLeft(&args.left, p));
-  TE_TRY(MakeRight(&args.right, p));
-  if (p.result != F32)
-    TE_TRY(MakeMap(&args.out, p.result, p.out, p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows));
+  TE_TRY(MakeLeft(&args.left, args.p));
+  TE_TRY(MakeRight(&args.right, args.p));
+  if (p.result != F32) TE_TRY(MakeOut(&args.out, args.p));
   if (p.layout != Layout::kAlong) return RunWide(stream, args);
   if (p.sums == Sums::kFast) return RunFast(stream, args);
   return p.sums == Sums::kSplit ? RunSplit(stream, args) : RunBlocks(stream, args);

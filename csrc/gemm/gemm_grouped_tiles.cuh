@@ -20,7 +20,6 @@ constexpr int kStages = 4;
 constexpr unsigned kLeftBytes = kTileRows * kRowBytes, kRightBytes = kTileColumns * kRowBytes;
 constexpr unsigned kStageBytes = kLeftBytes + kRightBytes;
 constexpr unsigned kPieceBytes = kPieceRows * kRowBytes;  // that a warp writes at a time
-constexpr int kBlock = 128;                               // of scales
 // Of 128 of k between additions in f32: their half of a tile's columns is multiplied with these stages held,
 // and the other two are filled meanwhile. Each doubling halves the additions, of 3 to 4 % of a product.
 constexpr int kSplitSteps = 2;
@@ -45,7 +44,7 @@ template <typename P>
 __device__ __forceinline__ Items ItemsOf(const Problem& p, const Group& group) {
   const bool nothing = p.wgrad && group.tokens == 0 && p.c == p.out;
   const int rows = nothing ? 0 : DivideUp(p.wgrad ? p.rows : group.rows, kTileRows);
-  return {rows, DivideUp(p.columns, kTileColumns), P::kCluster, P::kBand};
+  return {rows, DivideUp(p.column_blocks, kTileColumns / kBlock), P::kCluster, P::kBand};
 }
 
 // All threads of the CTA fill in the tables of `s`.
@@ -85,9 +84,23 @@ __device__ __forceinline__ void MakeTables(const Problem& p, Shared& s) {
 struct Tile {
   int expert;
   bool stacked;             // of the cluster's item
-  int left_row, right_row;  // of the first element
+  int left_row, right_row;  // of the first element, had each slot of columns whole blocks
   int k, steps;             // where the sum begins, and over how many stages
 };
+
+// A half of a tile's columns. Each lies in one slot.
+struct Half {
+  int slot, row;    // where its first column is in the right factor
+  int column, end;  // where it is in the result, and where its slot ends there
+};
+template <Sums kSums>
+__device__ __forceinline__ Half HalfOf(const Problem& p, const Tile& tile, int half) {
+  const int first = tile.right_row + half * kBlock;
+  if constexpr (kSums != Sums::kSquares) return {0, first, first, p.columns};
+  const int block = first / kBlock, blocks = DivideUp(p.slot_columns, kBlock), slot = block / blocks;
+  const int row = (block - slot * blocks) * kBlock, column = slot * p.slot_columns;
+  return {slot, row, column + row, min(column + p.slot_columns, p.columns)};
+}
 
 // Where a tile goes: its first row in the result, how many rows of it the result has, and how many of these
 // are not zeros.
@@ -134,7 +147,8 @@ class Walk {
     } else {
       tile->left_row = group.first + row;
       // All CTAs have as many steps, for they copy for each other.
-      tile->k = 0, tile->steps = found.row * kTileRows < group.tokens ? DivideUp(p_.k, kStep) : 0;
+      const int steps = kStep == kBlock ? p_.k_blocks : DivideUp(p_.k, kStep);
+      tile->k = 0, tile->steps = found.row * kTileRows < group.tokens ? steps : 0;
     }
     return true;
   }

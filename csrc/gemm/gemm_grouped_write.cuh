@@ -8,6 +8,7 @@
 namespace te::grouped {
 
 // Writes a warp's 16 rows of tiles. sums: of a thread, as MultiplyTiles has them.
+template <Sums kSums>
 struct Writer {
   const KernelArgs& args;
   Shared& s;
@@ -41,11 +42,12 @@ struct Writer {
  private:
   // sums = sums * scale + bias.
   __device__ __forceinline__ void AddBias(const Tile& tile, float scale, float (&sums)[128]) const {
+    const Half halves[] = {HalfOf<kSums>(p, tile, 0), HalfOf<kSums>(p, tile, 1)};
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
-      const int column = tile.right_row + 8 * j + lane % 4 * 2;
+      const int column = halves[j / 16].column + j % 16 * 8 + lane % 4 * 2;
       float2 bias = {0, 0};
-      if (column < p.columns) bias = LoadPair(p.bias, int64_t{tile.expert} * p.columns + column);
+      if (column < halves[j / 16].end) bias = LoadPair(p.bias, int64_t{tile.expert} * p.columns + column);
 #pragma unroll
       for (int i = 0; i < 4; ++i) sums[4 * j + i] = sums[4 * j + i] * scale + (i % 2 ? bias.y : bias.x);
     }
@@ -97,22 +99,28 @@ struct Writer {
     FenceAsync();
     __syncwarp();
     if (lane > 0) return;
-    const int row = tile.left_row + warp * kPieceRows, z = p.wgrad ? tile.expert : 0;
-    StoreBox(&args.out, AddressOf(s.pieces[warp]), tile.right_row + piece * 64, row, z);
+    const int row = tile.left_row + warp * kPieceRows;
+    const Half half = HalfOf<kSums>(p, tile, piece / 2);
+    const int column = half.row + piece % 2 * 64;  // of its slot
+    if constexpr (kSums == Sums::kSquares)
+      StoreBox(&args.out, AddressOf(s.pieces[warp]), column, half.slot, row);
+    else
+      StoreBox(&args.out, AddressOf(s.pieces[warp]), column, row, p.wgrad ? tile.expert : 0);
     CommitStores();
   }
 
   // The rows of a piece that the result has, with zeros in those that are no tokens'.
   __device__ __forceinline__ void WritePiece(const Tile& tile, const Place& place, int piece) const {
     __syncwarp();
-    const int first = warp * kPieceRows + lane / 8, column = tile.right_row + piece * 64 + lane % 8 * 8;
+    const Half half = HalfOf<kSums>(p, tile, piece / 2);
+    const int first = warp * kPieceRows + lane / 8, column = half.column + piece % 2 * 64 + lane % 8 * 8;
     uint4* out =
         reinterpret_cast<uint4*>(static_cast<uint16_t*>(p.out) + (place.row + first) * p.columns + column);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       const uint4 words = LoadShared16(InPiece(lane / 8 + 4 * i, lane % 8));
       const bool is_token = first + 4 * i < place.tokens;
-      if (first + 4 * i < place.rows && column < p.columns)
+      if (first + 4 * i < place.rows && column < half.end)
         out[int64_t{i} * (p.columns / 2)] = is_token ? words : uint4{};  // 4 rows below are 4 * columns / 8
     }
   }
@@ -141,13 +149,14 @@ struct Writer {
   template <typename F>
   __device__ __forceinline__ void VisitPairs(const Tile& tile, F visit) const {
     const Place place = PlaceOf(p, s, tile);
+    const Half halves[] = {HalfOf<kSums>(p, tile, 0), HalfOf<kSums>(p, tile, 1)};
 #pragma unroll
     for (int j = 0; j < 32; ++j) {
-      const int column = tile.right_row + 8 * j + lane % 4 * 2;
+      const int column = halves[j / 16].column + j % 16 * 8 + lane % 4 * 2;
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         const int row = warp * 16 + lane / 4 + 8 * lower;
-        if (row < place.rows && column < p.columns)
+        if (row < place.rows && column < halves[j / 16].end)
           visit(place, row, (place.row + row) * p.columns + column, 4 * j + 2 * lower);
       }
     }

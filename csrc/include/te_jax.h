@@ -230,7 +230,9 @@ TE_JAX_OP(gemm);
 
 /* The product of FP8 matrices lhs [m, k], rhs [n, k] with scales of blocks, as quantize_block writes them:
    lhs_scale_inv f32 [k/128, m]; rhs_scale_inv? f32 [k/128, n], or rhs_block_inv? f32 [n/128, k/128 up to a
-   multiple of 4]. k is a multiple of 128, m of 4, n of 16. */
+   multiple of 4]. k is a multiple of 128, m of 4, n of 16. With rhs_block_inv k may be another multiple of
+   16, and rhs [a, n, k], such as the weights of a gated activation, whose blocks begin anew in each -> out
+   [m, a, n]: then rhs_block_inv f32 [a, n/128, k/128], n/128 and k/128 rounded up. */
 typedef struct te_jax_gemm_block_args {
   te_jax_array lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c;
   te_jax_array out;
@@ -245,7 +247,8 @@ TE_JAX_OP(gemm_block);
    i32 [e]. lhs [r, k], rhs [e, n, k]; for FP8 operands lhs_scale_inv?, rhs_scale_inv? f32 [e] or [1], or of
    blocks of 128 lhs_row_inv? f32 [k/128, r] and rhs_block_inv? f32 [e, n/128, k/128]; bias? [e, n] of out's
    type -> out [r, n], zeros in rows that pad a group, and nothing behind the last one. r is a multiple of
-   128, n of 8, the bytes of k of 16. */
+   128, n of 8, the bytes of k of 16. n and k may be several axes, of which the last are such multiples, and
+   only along these there are blocks, n/128 and k/128 rounded up. */
 typedef struct te_jax_gemm_grouped_args {
   te_jax_array lhs, rhs, offsets, counts, lhs_scale_inv, rhs_scale_inv, lhs_row_inv, rhs_block_inv, bias;
   te_jax_array out;

@@ -148,7 +148,7 @@ Status GemmGrouped(Call& call, const te_jax_gemm_grouped_args& a) {
   return call.Launch(LaunchGemmGrouped, TE_ARRAY(lhs), TE_ARRAY(rhs), TE_ARRAY(offsets), TE_ARRAY(counts),
                      TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(lhs_row_inv),
                      TE_MAYBE(rhs_block_inv), TE_MAYBE(bias), TE_ARRAY(out),
-                     call.Workspace(kGroupedWorkspace), kOuter, a.fast_accum);
+                     call.Workspace(kGroupedWorkspace), a.lhs.rank - 2, a.fast_accum);
 }
 
 Status GemmGroupedWgrad(Call& call, const te_jax_gemm_grouped_wgrad_args& a) {

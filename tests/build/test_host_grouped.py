@@ -93,10 +93,10 @@ WIDE = [(bf16, bf16, True, 2), (f16, f32, False, 2), (bf16, f32, True, 1), (f16,
 
 def call(
     kernel, case, wgrad, sizes, left, right, offsets, counts, scales, extra, in_place=False, layout=ALONG, line=0,
-    counted=True,
+    counted=True, slots=(1, 1), onto=False,
 ):  # fmt: skip
     """The result of one call. extra: bias, or c of a wgrad, or None. line: of a factor in both layouts. counted:
-    clusters count items."""
+    clusters count items. slots: of columns and of k. onto: extra is c."""
     sums, left_type, right_type, out, _, ctas = case
     rows, columns, k = sizes
     one_scale, blocks = (scales, (None, None)) if sums in (FAST, SPLIT) else ((None, None), scales)
@@ -105,7 +105,7 @@ def call(
         sums,
         FACTORS[left_type, right_type],
         wgrad,
-        len(counts),
+        1 if counts is None else len(counts),
         *sizes,
         RESULTS[out],
         *each,
@@ -114,9 +114,10 @@ def call(
         layout,
         line,
         counted,
+        *slots,
     ]
     result = np.full((len(counts), rows, columns) if wgrad else (rows, columns), np.nan, out)
-    bias, c = (None, extra) if wgrad else (extra, None)
+    bias, c = (None, extra) if wgrad or onto else (extra, None)
     if in_place:
         result, c = c, None
     arrays = [left, right, offsets, counts, *one_scale, *blocks, bias, c, result]
@@ -164,6 +165,53 @@ def test_products(kernel, case, rng):
         r64 = r64 * (wide(scales[0]) * wide(scales[1]))[:, None, None]
     want, bound = oracle.products(l64, r64, offsets, counts, None if bias is None else wide(bias))
     got = call(kernel, case, False, (rows, n, k), lhs, rhs, offsets, counts, scales, bias)
+    end = offsets[-1]
+    oracle.near(got[:end], want[:end], bound[:end], out, str((counts, n, k)))
+    assert np.isnan(wide(got[end:])).all()  # the tail is as it was
+
+
+def in_slots(scales, axis, slots, size):
+    """The scales of blocks that begin anew in each of `slots` slots, for each of the `size` elements along an axis."""
+    each = np.split(scales, slots, axis)
+    return np.concatenate([oracle.blocks(part, axis, size // slots) for part in each], axis)
+
+
+# Slots of columns and of k, their sizes, CTAs of a cluster, type of the result
+SLOTS = [
+    ((2, 1), (64, 144), 2, bf16),  # a slot ends in the middle of a tile's half
+    ((2, 1), (320, 208), 2, f32),
+    ((3, 1), (136, 16), 1, bf16),
+    ((1, 2), (264, 80), 2, bf16),
+    ((1, 3), (8, 272), 1, f32),
+    ((2, 2), (192, 192), 2, f16),
+    ((2, 2), (128, 128), 2, bf16),
+]
+
+
+@pytest.mark.parametrize("case", SLOTS, ids=str)
+@pytest.mark.parametrize("grouped", [True, False], ids=["groups", "all rows"])
+def test_products_of_slots(kernel, case, grouped, rng):
+    """The weights of a gated activation where 128 does not divide their sizes: blocks begin anew in each. Without
+    groups all rows, of any number, are tokens', and there is a sum to add to."""
+    slots, each, ctas, out = case
+    n, k = (size * count for size, count in zip(each, slots))
+    counts, offsets, rows, real = groups(rng)
+    if not grouped:
+        rows = int(rng.integers(1, 300))
+        counts, offsets, real = np.array([rows], np.int32), np.array([0, rows], np.int32), np.ones(rows, bool)
+    form = SQUARES, E4M3, E4M3, out, True, ctas
+    lhs = oracle.poisoned(rng.standard_normal((rows, k)), ~real).astype(E4M3)
+    rhs = rng.standard_normal((len(counts), n, k)).astype(np.float32).astype(E4M3)
+    extra = rng.standard_normal((len(counts), n) if grouped else (rows, n)).astype(np.float32).astype(out)
+    blocks = [-(-size // 128) * count for size, count in zip(each, slots)]
+    scales = [rng.uniform(0.5, 2, s).astype(np.float32) for s in ((blocks[1], rows), (len(counts), *blocks))]
+    l64 = np.where(real[:, None], wide(lhs) * in_slots(scales[0], 0, slots[1], k).T, 0)
+    r64 = wide(rhs) * in_slots(in_slots(scales[1], 1, slots[0], n), 2, slots[1], k)
+    want, bound = oracle.products(l64, r64, offsets, counts, wide(extra) if grouped else None)
+    if not grouped:
+        want, bound = want + wide(extra), bound + oracle.SPARE * oracle.U * np.abs(wide(extra))
+    of_groups = (offsets, counts) if grouped else (None, None)
+    got = call(kernel, form, False, (rows, n, k), lhs, rhs, *of_groups, scales, extra, slots=slots, onto=not grouped)
     end = offsets[-1]
     oracle.near(got[:end], want[:end], bound[:end], out, str((counts, n, k)))
     assert np.isnan(wide(got[end:])).all()  # the tail is as it was

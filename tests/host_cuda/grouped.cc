@@ -24,7 +24,7 @@ bool RunIf(const KernelArgs& args, int cluster, Factors factors) {
 }  // namespace
 
 int main() {
-  int32_t n[15];  // as below
+  int32_t n[17];  // as below
   cluster::Read(n, sizeof(n));
   KernelArgs args{};
   Problem& p = args.p;
@@ -32,6 +32,8 @@ int main() {
   p.result = Type(n[7]), p.left_each = n[8], p.right_each = n[9], p.layout = Layout(n[12]), p.line = n[13];
   int counter = 0;
   if (n[14]) p.counter = &counter;
+  p.column_slots = n[15], p.k_slots = n[16];
+  p.Cut();
   const Factors factors = Factors(n[1]);
   const int width = factors == Factors::kBF16 || factors == Factors::kF16 ? 2 : 1;
   p.left = cluster::ReadArray<void>(), p.right = cluster::ReadArray<void>();
@@ -49,9 +51,16 @@ int main() {
                                                  : HostMap::Of(of_left, p.k, p.rows, 1, 64, width);
   HostMap right = p.layout == Layout::kAlong ? HostMap::Of(of_right, p.k, p.columns, count, 128, width)
                                              : HostMap::Of(of_right, p.columns, p.k, count, 64, width);
+  if (p.sums == Sums::kSquares) {
+    left = HostMap::OfSlots(of_left, {p.slot_k, p.k_slots, p.rows, 1}, 64, width);
+    right = HostMap::OfSlots(of_right, {p.slot_k, p.k_slots, p.slot_columns, p.experts * p.column_slots}, 128,
+                             width);
+  }
   if (p.line && p.wgrad) right = HostMap::OfSquares(of_right + 128, p.columns / 128, p.k, 128, p.line);
   if (p.line && !p.wgrad) left = HostMap::OfSquares(of_left, p.k / 128, p.rows, 64, p.line);
-  const HostMap out = HostMap::Of(writable(p.out), p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows, 2);
+  HostMap out = HostMap::Of(writable(p.out), p.columns, p.rows, p.wgrad ? p.experts : 1, kPieceRows, 2);
+  if (p.sums == Sums::kSquares)
+    out = HostMap::OfSlots(writable(p.out), {p.slot_columns, p.column_slots, p.rows, 1}, kPieceRows, 2);
   static_assert(sizeof(HostMap) <= sizeof(CUtensorMap));
   std::memcpy(&args.out, &out, sizeof(out));
   std::memcpy(&args.left, &left, sizeof(left)), std::memcpy(&args.right, &right, sizeof(right));

@@ -32,6 +32,13 @@ def _with_other_operands() -> Iterator[Case]:
     ):
         case = by_name[name]  # an f32 result's bias is added outside
         yield replace(case, name=f"{name}_bf16", dtypes=(*types, bf16, bf16), attrs=case.attrs | dict(out_dtype=bf16))
+    block, grouped = by_name["gemm_block_square_bias_c"], by_name["gemm_grouped_block"]
+    cut = {"n...0": 2, "n": 144, "k": 80}  # blocks that are cut at the end of each of several axes
+    of_block = dict(dtypes=(E5M2, E4M3, f32, None, f32, bf16, bf16), attrs=block.attrs | dict(out_dtype=bf16))
+    ranks = block.ranks | {"n...": 1}
+    yield replace(block, name="gemm_block_cut", sizes=block.sizes | cut, ranks=ranks, **of_block)
+    sizes, ranks = grouped.sizes | cut | {"k...0": 2}, grouped.ranks | {"n...": 1, "k...": 1}
+    yield replace(grouped, name="gemm_grouped_cut", sizes=sizes, ranks=ranks, attrs=grouped.attrs | dict(outer=1))
     ssd, of_x = by_name["ssd"], (bf16, bf16, f32, bf16, bf16, f32)
     sizes = ssd.sizes | dict(p=8, n=8)
     yield replace(ssd, name="ssd_bf16", sizes=sizes, dtypes=(*of_x, bf16, f32, jnp.int32, f32))

@@ -17,6 +17,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from te_jax.core import extension
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import ARRAY, BOOL, NONE, Kind, check, integer, is_dtype
 from te_jax.core.derivatives import custom_vjp
@@ -152,37 +153,54 @@ def _outer_axes(op: str, contract: int) -> int:
 def _block_cuda(
     call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, in_place=False, **attrs
 ):
+    """A product of matrices for cuBLASLt, or of axes as they are for the kernel of grouped products: to that go blocks
+    of 128 x 128 that are cut along k, or along the last of several axes of n. An f32 result's bias is added here, for
+    an f32 epilogue would round it to bf16."""
+    ROWS_128.check_gpu("te_gemm_block")
+    block, square, contract = ROWS_128.block, rhs_block_inv is not None, outer + 1
+    m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
+    bias = None if bias is None else bias.astype(out_dtype)
+    if 0 in (*lhs.shape, *n_axes):  # nothing to multiply
+        return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
+    inside, after = (None, bias) if out_dtype == jnp.float32 else (bias, None)
+    is_cut = lhs.shape[-1] % block or (len(n_axes) > 1 and n_axes[-1] % block)
+    as_it_is = square and is_cut and extension.is_built_for("90a")
+    run = _cut_blocks_cuda if as_it_is else _whole_blocks_cuda
+    options = dict(out_dtype=out_dtype, in_place={"c": "out"} if in_place and c is not None else None, **attrs)
+    scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
+    out = run(partial(call, **options), lhs, rhs, scales, inside, c, m_axes, n_axes)
+    return (out if after is None else out + as_rank(after, out.ndim),)
+
+
+def _whole_blocks_cuda(call, lhs, rhs, scales, bias, c, m_axes, n_axes):
     """Flattens to two axes and fills up with zeros: contracted axes to whole blocks, m to a multiple of 4 and n to one
     of 16, as cuBLASLt wants them; rows in cut blocks of 128 x 128 too, where n has more axes."""
-    ROWS_128.check_gpu("te_gemm_block")
-    block = ROWS_128.block
-    contract, square = outer + 1, rhs_block_inv is not None
-    m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
-    m, k = prod(m_axes), prod(lhs.shape[lhs.ndim - contract :])
-    bias = None if bias is None else bias.astype(out_dtype)
-    if 0 in (m, *n_axes, k):  # nothing to multiply
-        return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
+    lhs_scale_inv, rhs_scale_inv, rhs_block_inv = scales
+    block, square, m = ROWS_128.block, rhs_block_inv is not None, prod(m_axes)
     n_up = block if square else FP8_ALIGNED
     lhs, rhs = fill(lhs, lhs.ndim - 1, block), fill(fill(rhs, rhs.ndim - 1, block), len(n_axes) - 1, n_up)
-    k_up = prod(lhs.shape[lhs.ndim - contract :])
+    k_up = prod(lhs.shape[len(m_axes) :])
     blocks, filled = k_up // block, rhs.shape[: len(n_axes)]
     n = prod(filled)
-    columns = lambda a, lead: fill(a, a.ndim - 1, n_up).reshape(*lead, n)
+    columns = lambda a, lead: None if a is None else fill(a, a.ndim - 1, n_up).reshape(*lead, n)
     lhs, rhs = fill(lhs.reshape(m, k_up), 0, 4), rhs.reshape(n, k_up)
     lhs_scale_inv = fill(lhs_scale_inv.reshape(blocks, m), 1, 4)
-    if square:
-        rhs_block_inv = fill(rhs_block_inv.reshape(-1, blocks), 1, 4)
-    else:
-        rhs_scale_inv = columns(rhs_scale_inv, (blocks,))
+    rhs_scale_inv = columns(rhs_scale_inv, (blocks,))
+    rhs_block_inv = fill(rhs_block_inv.reshape(-1, blocks), 1, 4) if square else None
     c = None if c is None else fill(columns(c, (m,)), 0, 4)
-    after = bias if out_dtype == jnp.float32 else None  # an f32 epilogue would round the bias to bf16
-    inside = None if bias is None or after is not None else columns(bias, ())
     scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
-    in_place = {"c": "out"} if in_place and c is not None else None
-    options = dict(outer=0, out_dtype=out_dtype, in_place=in_place, **attrs)
-    (out,) = call(lhs, rhs, *scales, inside, c, **options)
-    out = out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
-    return (out if after is None else out + as_rank(after, out.ndim),)
+    (out,) = call(lhs, rhs, *scales, columns(bias, ()), c, outer=0)
+    return out[:m].reshape(*m_axes, *filled)[..., : n_axes[-1]]
+
+
+def _cut_blocks_cuda(call, lhs, rhs, scales, bias, c, m_axes, n_axes):
+    """Fills up k and n, each its last axis, with zeros to multiples of 16: a copy only where they are none."""
+    fill_n = lambda a, axis: None if a is None else fill(a, axis, FP8_ALIGNED)
+    lhs, rhs = (fill(a, a.ndim - 1, FP8_ALIGNED) for a in (lhs, rhs))
+    last = len(n_axes) - 1
+    rhs, bias, c = fill_n(rhs, last), fill_n(bias, last), fill_n(c, len(m_axes) + last)
+    (out,) = call(lhs, rhs, *scales, bias, c, outer=lhs.ndim - len(m_axes) - 1)
+    return out[..., : n_axes[-1]]
 
 
 def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):

@@ -157,23 +157,21 @@ def _bytes_aligned(a, axis: int):
 
 
 def _rows_kernel(call, lhs, rhs, offsets, counts, *others, outer, out_dtype, **attrs):
-    """Flattens to two axes. Sizes that the kernel does not take are filled up with zeros: a copy."""
-    contract = outer + 1
-    rows, n_axes = lhs.shape[0], rhs.shape[1 : rhs.ndim - contract]
-    *one_scale, row_inv, block_inv, bias = others
+    """Flattens to two axes; with blocks, which may be cut at the end of n and of k, these stay as they are. Sizes that
+    the kernel does not take are filled up with zeros: a copy."""
+    rows, experts, n_axes = lhs.shape[0], counts.shape[0], rhs.shape[1 : rhs.ndim - outer - 1]
+    *scales, bias = others
     bias = None if bias is None else bias.astype(out_dtype)
-    if block_inv is not None:  # blocks may be cut at the end of only one axis
-        lhs, rhs = (fill(a, a.ndim - 1, ROWS_128.block) if outer else a for a in (lhs, rhs))
-        rhs, bias = (a if a is None or len(n_axes) == 1 else fill(a, len(n_axes), ROWS_128.block) for a in (rhs, bias))
-        row_inv = row_inv.reshape(-1, rows)
-        block_inv = block_inv.reshape(counts.shape[0], -1, row_inv.shape[0])
-    filled = rhs.shape[1 : rhs.ndim - contract]
-    n = prod(filled)
-    lhs, rhs = _bytes_aligned(lhs.reshape(rows, -1), 1), _bytes_aligned(rhs.reshape(counts.shape[0], n, -1), 2)
-    rhs, bias = fill(rhs, 1, OUT_COLUMNS), None if bias is None else fill(bias.reshape(-1, n), 1, OUT_COLUMNS)
-    options = dict(outer=0, out_dtype=out_dtype, **attrs)
-    (out,) = call(lhs, rhs, offsets, counts, *one_scale, row_inv, block_inv, bias, **options)
-    return (out[:, :n].reshape(rows, *filled)[..., : n_axes[-1]],)
+    if scales[-1] is None:
+        n, outer = prod(n_axes), 0
+        lhs, rhs = lhs.reshape(rows, -1), rhs.reshape(experts, n, -1)
+        bias = None if bias is None else bias.reshape(experts, n)
+    last = rhs.ndim - outer - 2  # of the axes of n
+    columns = rhs.shape[last]
+    lhs, rhs = (_bytes_aligned(a, a.ndim - 1) for a in (lhs, rhs))
+    rhs, bias = (a if a is None else fill(a, last, OUT_COLUMNS) for a in (rhs, bias))
+    (out,) = call(lhs, rhs, offsets, counts, *scales, bias, outer=outer, out_dtype=out_dtype, **attrs)
+    return (out[..., :columns].reshape(rows, *n_axes),)
 
 
 def _wgrad_kernel(call, lhs, rhs, offsets, counts, *others, slots, **attrs):

@@ -17,6 +17,15 @@ struct HostMap {
     const int64_t row = inner * width;
     return {static_cast<uint8_t*>(data), {inner, rows, count, 1}, {width, row, rows * row, 0}, 1, box, width};
   }
+  // Numbers that lie one after the other, in boxes of `box` along the axis of rows, the third.
+  static HostMap OfSlots(void* data, std::array<int64_t, 4> sizes, int box, int width) {
+    HostMap map{static_cast<uint8_t*>(data), {}, {width}, 2, box, width};
+    for (int i = 0; i < 4; ++i) {
+      map.sizes[i] = sizes[i];
+      if (i > 0) map.strides[i] = map.strides[i - 1] * sizes[i - 1];
+    }
+    return map;
+  }
   // Bytes, one layout in squares: [count, rows, 128], a row each 256 bytes and a matrix each `line`, in boxes
   // of `box` matrices.
   static HostMap OfSquares(void* data, int64_t rows, int64_t count, int box, int64_t line) {
