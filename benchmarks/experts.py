@@ -68,6 +68,7 @@ def models(tiny: bool) -> list[Experts]:
     2, and as many tokens as give each of its experts 256 or 1024 rows."""
     mixtral, deepseek = ("Mixtral 8x7B", 4096, 14336, 8, 2), ("DeepSeek-V3, 64 of 256 experts,", 7168, 2048, 64, 2)
     sizes = [(*mixtral, 8192), (*mixtral, 32768), ("Qwen3-30B-A3B", 2048, 768, 128, 8, 8192)]
+    sizes += [("gpt-oss-20b", 2880, 2880, 32, 4, 8192)]  # which 128 does not divide
     sizes += [(*deepseek, 8192), (*deepseek, 32768)]
     sizes = [("tiny", 128, 64, 3, 2, 48)] if tiny else sizes
     return [Experts(*each, skewed) for each in sizes for skewed in (False, True)]

@@ -159,9 +159,9 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
 
 // The product of matrices lhs [m, k], rhs [n, k] with a scale for each block of 128 along k: lhs_scale_inv
 // f32 [k/128, m], and rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4].
-// With rhs_block_inv also of lhs [m..., k...], rhs [n..., k...], `outer` axes in front of the last one of k,
-// or of a k that 128 does not divide: lhs_scale_inv f32 [k.../128, m...], rhs_block_inv f32 [n.../128,
-// k.../128], with blocks along the last axes of n and k.
+// With rhs_block_inv also of lhs [m..., k...], rhs [n..., k...], `outer` axes in front of the last one of k:
+// of more axes than matrices, with any multiples of 16 as the last of k and n: lhs_scale_inv f32 [k.../128,
+// m...], rhs_block_inv f32 [n.../128, k.../128], with blocks along the last axes of n and k.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
                        int64_t outer, bool tune);

@@ -1,6 +1,7 @@
 // te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
-// through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k, where cuBLASLt
-// takes no blocks that are cut through the kernel of grouped products.
+// through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k, and
+// where m, n or k are several axes, along the last of which blocks may be cut, through the kernel of grouped
+// products.
 // A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
 #include "gemm/gemm.h"
 
@@ -82,8 +83,8 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
 
 namespace {
 
-// By the kernel of grouped products, as the product of one group: what has scales of squares, but is no
-// product of matrices with whole blocks of k. n, k: the axes of these.
+// By the kernel of grouped products, as the product of one group: what has scales of squares, and more axes
+// than matrices. n, k: the axes of these.
 Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, const Axes& n, const Axes& k,
                    const Tensor& row_inv, const Tensor& block_inv) {
   constexpr int64_t kMost = (int64_t{1} << 31) - 1;
@@ -125,13 +126,13 @@ Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg l
   const Axes m = Axes(lhs).Without(call.contract), n = Axes(rhs).Without(call.contract),
              k = Axes(lhs).From(m.rank());
   const bool squares = Present(rhs_block_inv), matrices = m.rank() == 1 && n.rank() == 1 && k.rank() == 1;
-  const bool one_group = squares && (!matrices || key.k % 128 != 0);
-  TE_CHECK(one_group || (matrices && key.k % 128 == 0 && key.m % 4 == 0),
-           "%s: lhs is %s, rhs %s; pass matrices, k a multiple of 128 and m one of 4, or rhs_block_inv.",
+  TE_CHECK((squares && !matrices) || (matrices && key.k % 128 == 0 && key.m % 4 == 0),
+           "%s: lhs is %s, rhs %s; pass matrices, k a multiple of 128 and m one of 4, or more axes and "
+           "rhs_block_inv.",
            call.op, lhs.shape().c_str(), rhs.shape().c_str());
-  const int64_t blocks = CeilDiv(key.k, 128);
+  const int64_t blocks = key.k / 128;
   key.scales = squares ? Scales::kRowsBySquares : Scales::kRows;
-  const Axes square_axes = one_group ? grouped::InBlocks(n) + grouped::InBlocks(k)
+  const Axes square_axes = !matrices ? grouped::InBlocks(n) + grouped::InBlocks(k)
                                      : Axes{CeilDiv(key.n, 128), CeilDiv(blocks, 4) * 4};
   TE_TRY(
       Expect(call.op, {{"lhs_scale_inv", lhs_scale_inv, F32, grouped::InBlocks(k) + m},
@@ -139,7 +140,7 @@ Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg l
                        {"rhs_block_inv", rhs_block_inv, F32, square_axes, kOptional}}));
   for (const Tensor& scale : {Tensor(lhs_scale_inv), Tensor(rhs_scale_inv), Tensor(rhs_block_inv)})
     TE_CHECK(Aligned(Data<float>(scale)), "%s: scales must be aligned to 16 bytes", call.op);
-  if (one_group && !key.empty())
+  if (!matrices && !key.empty())
     return stage == Stage::kExecute ? RunOneGroup(stream, call, key, n, k, lhs_scale_inv, rhs_block_inv)
                                     : Status{};
   return Run(stage, stream, call, key, lhs_scale_inv, squares ? Tensor(rhs_block_inv) : rhs_scale_inv);

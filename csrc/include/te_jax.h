@@ -230,9 +230,9 @@ TE_JAX_OP(gemm);
 
 /* The product of FP8 matrices lhs [m, k], rhs [n, k] with scales of blocks, as quantize_block writes them:
    lhs_scale_inv f32 [k/128, m]; rhs_scale_inv? f32 [k/128, n], or rhs_block_inv? f32 [n/128, k/128 up to a
-   multiple of 4]. k is a multiple of 128, m of 4, n of 16. With rhs_block_inv k may be another multiple of
-   16, and rhs [a, n, k], such as the weights of a gated activation, whose blocks begin anew in each -> out
-   [m, a, n]: then rhs_block_inv f32 [a, n/128, k/128], n/128 and k/128 rounded up. */
+   multiple of 4]. k is a multiple of 128, m of 4, n of 16. Or rhs [a, n, k], such as the weights of a gated
+   activation, whose blocks begin anew in each, and rhs_block_inv f32 [a, n/128, k/128], n/128 and k/128
+   rounded up: k and n are any multiples of 16 -> out [m, a, n], bias [a, n], c [m, a, n]. */
 typedef struct te_jax_gemm_block_args {
   te_jax_array lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c;
   te_jax_array out;

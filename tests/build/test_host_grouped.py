@@ -176,6 +176,13 @@ def in_slots(scales, axis, slots, size):
     return np.concatenate([oracle.blocks(part, axis, size // slots) for part in each], axis)
 
 
+def filled(a, axis, slots):
+    """`a` with zeros behind each of `slots` slots along an axis, up to whole blocks."""
+    each = [np.pad(part, [(0, -part.shape[axis] % 128 if i == axis else 0) for i in range(a.ndim)])
+            for part in np.split(a, slots, axis)]  # fmt: skip
+    return np.concatenate(each, axis)
+
+
 # Slots of columns and of k, their sizes, CTAs of a cluster, type of the result
 SLOTS = [
     ((2, 1), (64, 144), 2, bf16),  # a slot ends in the middle of a tile's half
@@ -215,6 +222,12 @@ def test_products_of_slots(kernel, case, grouped, rng):
     end = offsets[-1]
     oracle.near(got[:end], want[:end], bound[:end], out, str((counts, n, k)))
     assert np.isnan(wide(got[end:])).all()  # the tail is as it was
+    if grouped:  # bit for bit the columns of factors that are filled up
+        lhs, rhs = filled(lhs, 1, slots[1]), filled(filled(rhs, 1, slots[0]), 2, slots[1])
+        sizes, bias = (rows, rhs.shape[1], rhs.shape[2]), filled(extra, 1, slots[0])
+        again = call(kernel, form, False, sizes, lhs, rhs, offsets, counts, scales, bias)
+        parts = [part[:end, : each[0]] for part in np.split(again, slots[0], 1)]
+        assert np.concatenate(parts, 1).tobytes() == got[:end].tobytes()
 
 
 @pytest.mark.parametrize("case", WGRADS, ids=str)

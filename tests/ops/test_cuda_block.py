@@ -1,5 +1,7 @@
 """On the GPU: block scaling at large sizes and of chosen results. At small ones test_recipe_block.py runs there too."""
 
+from functools import partial
+
 import block_oracle as oracle
 import jax
 import jax.numpy as jnp
@@ -191,3 +193,24 @@ def test_gemm_block(mnk, square, types, tune, rng):
     got = jax.jit(lambda *a: gemm(*a, formats=(ROWS_128, SQUARES_128 if square else ROWS_128), tune=tune))(*operands)
     assert got.shape == (m, n)
     oracle.check_gemm(got[: len(want)], want, size, k, bf16)
+
+
+# Axes of m, n and k: blocks are cut at the end of those of n and k.
+CUT = [
+    ((1000,), (2, 2880), (2880,)),
+    ((1000,), (2880,), (2, 2880)),
+    ((17,), (48,), (1040,)),
+    ((3, 70), (2, 50), (200,)),
+]
+
+
+@pytest.mark.parametrize("sizes", CUT, ids=str)
+@pytest.mark.parametrize("out", [bf16, f32], ids=str)
+def test_gemm_block_of_cut_blocks(sizes, out, rng):
+    """With a bias and a sum that it is added to in place."""
+    (*factors, bias, c), want, size = oracle.gemm_case(sizes, True, (E4M3, E4M3), out, rng)
+    formats, k = (ROWS_128, SQUARES_128), sizes[2]
+    product = partial(gemm, contract=len(k), formats=formats, out_dtype=out, in_place=True)
+    got = jax.jit(product, donate_argnums=5)(*factors, bias, jnp.array(c))
+    assert got.shape == (*sizes[0], *sizes[1])
+    oracle.check_gemm(got, want, size, np.prod(k), out)

@@ -111,6 +111,35 @@ def test_rows(case, rng):
         assert same_bits(got[:end], run(lhs, rhs, offsets, counts, *scales, bias)[:end]), name
 
 
+# Axes of n and of k: blocks are cut at the end of each.
+SLOTS = [((2, 2880), (2880,)), ((2880,), (2, 2880)), ((2, 1360), (720,)), ((3, 72), (2, 80)), ((2, 50), (3, 37))]
+
+
+@pytest.mark.parametrize("n,k", SLOTS, ids=str)
+def test_rows_of_several_axes_of_blocks(n, k, rng):
+    """Blocks begin anew in each entry of the axes in front. NaN in the rows that pad a group and in the tail."""
+    experts, tokens = 3, 700
+    rows, blocks = buffer_rows(tokens, experts), lambda axes: (*axes[:-1], -(-axes[-1] // 128))
+    run = jax.jit(partial(gemm_grouped, contract=len(k), formats=oracle.formats_of("blocks"), out_dtype=bf16))
+    counts = oracle.loads(rng, experts, tokens)["zipf"]
+    offsets = oracle.groups_of(counts)
+    real = oracle.is_token(rows, offsets, counts)
+    lhs = oracle.poisoned(rng.standard_normal((rows, *k)), ~real).astype(E4M3)
+    rhs = rng.standard_normal((experts, *n, *k)).astype(np.float32).astype(E4M3)
+    shapes = (*blocks(k), rows), (experts, *blocks(n), *blocks(k))
+    scales = [rng.uniform(0.5, 2, shape).astype(np.float32) for shape in shapes]
+    got = run(lhs, rhs, offsets, counts, *scales)
+    l64 = np.where(real[:, None], (wide(lhs) * np.moveaxis(oracle.blocks(scales[0], len(k) - 1, k[-1]), -1, 0))
+                   .reshape(rows, -1), 0)  # fmt: skip
+    r64 = wide(rhs) * oracle.blocks(oracle.blocks(scales[1], len(n), n[-1]), len(n) + len(k), k[-1])
+    r64 = r64.reshape(experts, -1, l64.shape[1])
+    want, _ = oracle.products(l64, r64, offsets, counts)
+    size, _ = oracle.products(np.abs(l64), np.abs(r64), offsets, counts)
+    end, flat = offsets[-1], np.asarray(got).reshape(rows, -1)
+    oracle.near(flat[:end], want[:end], (size * sum_error(E4M3, k[-1], False) + 1e-6)[:end], bf16, "zipf")
+    assert not flat[:end][~real[:end]].any()
+
+
 @pytest.mark.parametrize("case", WGRADS, ids=str)
 def test_wgrads(case, rng):
     """NaN in the tail; an expert without tokens has zeros, or the sum so far, also where it is added to in place."""

@@ -15,6 +15,7 @@ from te_jax.layers import MoEOptions, grouped_dense, moe
 from te_jax.ops.gemm_grouped import gemm_grouped, gemm_grouped_wide_wgrad
 from te_jax.ops.permute import buffer_rows
 from te_jax.ops.router import RouterOptions
+from te_jax.recipe import Float8BlockScaling
 
 f32, bf16, f16, E4M3 = jnp.float32, jnp.bfloat16, jnp.float16, jnp.float8_e4m3fn
 K, N = 37, 19
@@ -110,6 +111,7 @@ def test_gradients(dtype, k_first, rng, plain_jax):
 
 T, H, F, E, CHOICES = 256, 64, 128, 4, 2
 COPIES = ("stablehlo.transpose", "stablehlo.concatenate", "stablehlo.while")
+FILLS = ("stablehlo.pad", "stablehlo.slice")
 # Rows of groups or their transpose, in both layers; stacked weights.
 ROWS = "|".join(str(buffer_rows(tokens, E)) for tokens in (T, CHOICES * T))
 LARGE = re.compile(rf"tensor<((.*x)?({ROWS})x|{E}x\d+x\d+x)")
@@ -134,8 +136,9 @@ def masks_rows(select, calls) -> bool:
     return any(not hasattr(op, "name") or op.name == "stablehlo.broadcast_in_dim" for op in made)
 
 
-def copies(layer, *shapes):
-    """Copies, masks and loops over the rows of groups or over stacked weights, in a layer and its gradients on CUDA."""
+def copies(layer, *shapes, kinds=COPIES):
+    """Operations of these kinds, and masks, over the rows of groups or over stacked weights, in a layer and its
+    gradients on CUDA."""
 
     def both(*args):
         y, vjp = jax.vjp(layer, *args)
@@ -146,7 +149,7 @@ def copies(layer, *shapes):
     module = lowered.compiler_ir("stablehlo")
     found = list(operations(module.body))
     calls = [op for op in found if op.name == "func.call"]
-    copying = [op for op in found if op.name in COPIES or op.name == "stablehlo.select" and masks_rows(op, calls)]
+    copying = [op for op in found if op.name in kinds or op.name == "stablehlo.select" and masks_rows(op, calls)]
     return [str(op) for op in copying if LARGE.search(" ".join(str(result.type) for result in op.results))]
 
 
@@ -177,6 +180,16 @@ def test_a_mixture_of_experts_copies_no_weights_and_masks_no_rows(kernels):
     """Nor does it transpose either, or lay the weights of a gated activation side by side."""
     layer = lambda *args: moe(*args, options=MoEOptions(RouterOptions(CHOICES)))[0]
     found = copies(layer, of_type(bf16, (T, H)), *of_type(kernels, moe_oracle.shapes(E, H, F)))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize("h,f", [(144, 80), (80, 144)])
+def test_blocks_that_are_cut_are_multiplied_where_they_lie(h, f):
+    """Blocks of 128 begin anew in each of the two weights of a gated activation, and are cut at the ends of all axes:
+    nothing is filled up."""
+    layer = lambda *args: moe(*args, options=MoEOptions(RouterOptions(CHOICES)), recipe=Float8BlockScaling())[0]
+    shapes = of_type(bf16, ((T, h), *moe_oracle.shapes(E, h, f)[:3]))  # without biases
+    found = copies(layer, *shapes, kinds=(*COPIES, *FILLS))
     assert not found, "\n".join(found)
 
 

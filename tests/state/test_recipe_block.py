@@ -117,12 +117,22 @@ def test_gemm(sizes, square, types, out, rng):
 
 @gemm_cases
 @squares
-def test_gemm_fills_up(sizes, square, rng):
-    """What surrounds the CUDA call: sizes as cuBLASLt wants them, and the same product."""
+@pytest.mark.parametrize("hopper", [True, False], ids=["own kernel", "none"])
+def test_gemm_fills_up(sizes, square, hopper, rng, monkeypatch):
+    """What surrounds the CUDA call: sizes as cuBLASLt wants them, or axes as they are for the kernel that takes cut
+    blocks of 128 x 128, where it is built; and the same product."""
     operands, want, size = oracle.gemm_case(sizes, square, (E4M3, E4M3), bf16, rng)
     lhs, rhs, lhs_inv, rhs_inv, bias, c = operands
+    monkeypatch.setattr(extension, "is_built_for", lambda arch: hopper)
+    _, n_axes, k_axes = sizes
+    is_cut = k_axes[-1] % 128 > 0 or n_axes[-1] % 128 > 0
 
     def call(lhs, rhs, lhs_inv, rows, squares, bias, c, **attrs):
+        if square and hopper and is_cut:
+            n, k = bias.shape, lhs.shape[-len(k_axes) :]
+            assert (n[:-1], k[:-1]) == (n_axes[:-1] or (1,), k_axes[:-1]) and attrs["outer"] == len(k_axes) - 1
+            assert all(-(-a[-1] // 16) * 16 == b[-1] for a, b in ((n_axes, n), (k_axes, k)))
+            return gemm_block_op.reference(lhs, rhs, lhs_inv, rows, squares, bias, c, **attrs)
         (m, k), n = lhs.shape, rhs.shape[0]
         assert m % 4 == n % 16 == k % 128 == 0 and rhs.shape == (n, k) and c.shape == (m, n) and bias.shape == (n,)
         assert lhs_inv.shape == (k // 128, m) and (rows is None or rows.shape == (k // 128, n))
@@ -138,7 +148,7 @@ def test_gemm_fills_up(sizes, square, rng):
     text = run.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "custom_call @te_gemm_block" in line]
     rows, blocks = -(-np.prod(sizes[1]) // 128), -(-np.prod(sizes[2]) // 512) * 4
-    if 0 not in sizes[2] and square and len(sizes[1]) == len(sizes[2]) == 1:
+    if 0 not in sizes[2] and square and not (hopper and is_cut) and len(sizes[1]) == len(sizes[2]) == 1:
         assert f"tensor<{rows}x{blocks}xf32>" in calls[0]
     assert len(calls) == (0 not in sizes[2])
 

@@ -153,9 +153,8 @@ def _outer_axes(op: str, contract: int) -> int:
 def _block_cuda(
     call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, rhs_block_inv, bias, c, *, outer, out_dtype, in_place=False, **attrs
 ):
-    """A product of matrices for cuBLASLt, or of axes as they are for the kernel of grouped products: to that go blocks
-    of 128 x 128 that are cut along k, or along the last of several axes of n. An f32 result's bias is added here, for
-    an f32 epilogue would round it to bf16."""
+    """A product of matrices for cuBLASLt, or of axes as they are for the kernel of grouped products, to which blocks of
+    128 x 128 go that are cut. An f32 result's bias is added here, for an f32 epilogue would round it to bf16."""
     ROWS_128.check_gpu("te_gemm_block")
     block, square, contract = ROWS_128.block, rhs_block_inv is not None, outer + 1
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
@@ -163,8 +162,7 @@ def _block_cuda(
     if 0 in (*lhs.shape, *n_axes):  # nothing to multiply
         return (add_epilogue(jnp.zeros((*m_axes, *n_axes)), bias, c, out_dtype),)
     inside, after = (None, bias) if out_dtype == jnp.float32 else (bias, None)
-    is_cut = lhs.shape[-1] % block or (len(n_axes) > 1 and n_axes[-1] % block)
-    as_it_is = square and is_cut and extension.is_built_for("90a")
+    as_it_is = square and (lhs.shape[-1] % block or n_axes[-1] % block) and extension.is_built_for("90a")
     run = _cut_blocks_cuda if as_it_is else _whole_blocks_cuda
     options = dict(out_dtype=out_dtype, in_place={"c": "out"} if in_place and c is not None else None, **attrs)
     scales = lhs_scale_inv, rhs_scale_inv, rhs_block_inv
@@ -194,13 +192,18 @@ def _whole_blocks_cuda(call, lhs, rhs, scales, bias, c, m_axes, n_axes):
 
 
 def _cut_blocks_cuda(call, lhs, rhs, scales, bias, c, m_axes, n_axes):
-    """Fills up k and n, each its last axis, with zeros to multiples of 16: a copy only where they are none."""
-    fill_n = lambda a, axis: None if a is None else fill(a, axis, FP8_ALIGNED)
+    """Fills up k and n, each its last axis, with zeros to multiples of 16: a copy only where they are none. n has two
+    axes or more, by which the launcher tells this product from one of matrices."""
+    lhs_scale_inv, _, rhs_block_inv = scales
+    if len(n_axes) == 1:
+        rhs, rhs_block_inv, bias = (a if a is None else a[None] for a in (rhs, rhs_block_inv, bias))
+        c = None if c is None else jnp.expand_dims(c, len(m_axes))
+    last, outer = max(len(n_axes) - 1, 1), lhs.ndim - len(m_axes) - 1  # of the axes of n; of k
     lhs, rhs = (fill(a, a.ndim - 1, FP8_ALIGNED) for a in (lhs, rhs))
-    last = len(n_axes) - 1
-    rhs, bias, c = fill_n(rhs, last), fill_n(bias, last), fill_n(c, len(m_axes) + last)
-    (out,) = call(lhs, rhs, *scales, bias, c, outer=lhs.ndim - len(m_axes) - 1)
-    return out[..., : n_axes[-1]]
+    rhs, bias = (a if a is None else fill(a, last, FP8_ALIGNED) for a in (rhs, bias))
+    c = None if c is None else fill(c, c.ndim - 1, FP8_ALIGNED)
+    (out,) = call(lhs, rhs, lhs_scale_inv, None, rhs_block_inv, bias, c, outer=outer)
+    return out[..., : n_axes[-1]].reshape(*m_axes, *n_axes)
 
 
 def _mx_cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, outer, out_dtype):
