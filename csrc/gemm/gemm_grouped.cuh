@@ -256,8 +256,14 @@ struct Consumer {
     }
   }
 
-  // sums += the products of the next kSteps steps, half of the columns after the other.
-  template <int kSteps>
+  // How many halves of a tile's columns a warpgroup has to multiply: what lies beyond the result is nobody's.
+  __device__ __forceinline__ int Halves(const Tile& tile) const {
+    const bool has_rows = warp / 4 * (kTileRows / 2) < PlaceOf(p, s, tile).tokens;
+    return !has_rows ? 0 : tile.right_row / kBlock + 1 < p.column_blocks ? 2 : 1;
+  }
+
+  // sums += the products of the next kSteps steps, one half after the other.
+  template <int kHalves, int kSteps>
   __device__ __forceinline__ void MultiplySteps(const BlockScales& scales, float (&sums)[128]) {
     Ring at[kSteps + 1];
     at[0] = ring;
@@ -265,9 +271,10 @@ struct Consumer {
     for (int i = 0; i < kSteps; ++i) {
       at[i + 1] = at[i];
       at[i + 1].Advance();
+      if (kHalves == 0) WaitBarrier(AddressOf(&s.full[at[i].stage]), at[i].parity);
     }
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < kHalves; ++half) {
       float fresh[64];
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
@@ -281,20 +288,24 @@ struct Consumer {
       }
       WaitForProducts<0>();
       Settle(fresh);
-      if (half == 1 && kSums != Sums::kRows)
-#pragma unroll
-        for (int i = 0; i < kSteps; ++i) Release(at[i].stage);
+      if (half == kHalves - 1 && kSums != Sums::kRows) Release(at);
       Promote(half, ring.stage, scales, fresh, sums);
     }
-    if (kSums == Sums::kRows) {  // whose scales lie in the stage
+    if (kHalves == 0 || kSums == Sums::kRows) {  // whose scales lie in the stage
       __syncwarp();
-      Release(ring.stage);
+      Release(at);
     }
     ring = at[kSteps];
   }
+  template <int kCount>
+  __device__ __forceinline__ void Release(const Ring (&at)[kCount]) const {
+#pragma unroll
+    for (int i = 0; i + 1 < kCount; ++i) Release(at[i].stage);
+  }
 
-  // sums: the products of a tile, in f32 every 128 of k, each 128 with its scales, or where blocks have none
-  // every kSplitSteps * 128.
+  // sums: the products of a tile's first kHalves halves, in f32 every 128 of k, each 128 with its scales, or
+  // where blocks have none every kSplitSteps * 128.
+  template <int kHalves>
   __device__ __forceinline__ void MultiplySplit(const Tile& tile, float (&sums)[128]) {
     constexpr bool kScaled = kSums != Sums::kSplit;
     ScaleReader<kSums> reader(p, tile, tile.left_row + Row());
@@ -302,11 +313,12 @@ struct Consumer {
     if (kScaled && tile.steps > 0) next = reader.Read(p.rows);
     int step = 0;
     if constexpr (!kScaled)
-      for (; step + kSplitSteps <= tile.steps; step += kSplitSteps) MultiplySteps<kSplitSteps>(next, sums);
+      for (; step + kSplitSteps <= tile.steps; step += kSplitSteps)
+        MultiplySteps<kHalves, kSplitSteps>(next, sums);
     for (; step < tile.steps; ++step) {
       const BlockScales scales = next;
       if (kScaled && step + 1 < tile.steps) next = reader.Read(p.rows);
-      MultiplySteps<1>(scales, sums);
+      MultiplySteps<kHalves, 1>(scales, sums);
     }
   }
 
@@ -323,8 +335,10 @@ struct Consumer {
       const float scale = writer.ScaleOf(tile);  // on its way while it multiplies
       if constexpr (kSums == Sums::kFast)
         MultiplyFast(tile, sums, [&] { more = walk.Next(&next); });
+      else if (const int halves = Halves(tile); halves == 2)
+        MultiplySplit<2>(tile, sums);
       else
-        MultiplySplit(tile, sums);
+        halves ? MultiplySplit<1>(tile, sums) : MultiplySplit<0>(tile, sums);
       writer.Write(tile, scale, sums);
       if (kSums != Sums::kFast) more = walk.Next(&next);
     }
