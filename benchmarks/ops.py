@@ -28,7 +28,7 @@ E4M3, E5M2 = jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2)
 GEMM_MNK = ["8192 8192 8192", "8192 4096 16384", "8192 16384 4096", "8192 12288 4096", "8192 4096 4096"]
 GEMM_MNK += ["4096 4096 7168", "4096 7168 16384", "4096 4096 4096", "2048 2048 2048", "1024 1024 1024"]
 GEMM_MNK = [tuple(map(int, sizes.split())) for sizes in GEMM_MNK]
-BLOCK_MNK = [(8192, 8192, 8192), (4096, 4096, 7168)]
+BLOCK_MNK = [(8192, 8192, 8192), (4096, 4096, 7168), (8192, 2880, 2880)]  # of the last, blocks are cut
 RESIDUAL_MNK = (8192, 4096, 16384)
 FP8_RESULTS = ("data", "data_t", "amax")
 BLOCKS = dict(power_2=True, epsilon=0.0)  # the law of block scales
@@ -171,7 +171,8 @@ def _gemms(shapes) -> Iterator[Case]:
 
 def _block_gemm(m, n, k, square):
     """Scales of 1x128 by 128x128 blocks (fprop, dgrad), or 1x128 by 1x128 (wgrad)."""
-    scales = jnp.ones((k // 128, m)), jnp.ones((n // 128, k // 128) if square else (k // 128, n))
+    blocks = [-(-size // 128) for size in (n, k)]
+    scales = jnp.ones((blocks[1], m)), jnp.ones(blocks if square else (blocks[1], n))
     return compiled(
         partial(gemm, formats=(ROWS_128, SQUARES_128 if square else ROWS_128)),
         [(normal(0, (m, k), E4M3), normal(1, (n, k), E4M3), *scales)],

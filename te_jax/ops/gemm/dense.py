@@ -1,7 +1,8 @@
 """GEMM, FP8 or not. Both operands are K-major: the layout that FP8 needs on Hopper.
 
 FP8 operands have one scale each (te_gemm) or one for each block of 128 (te_gemm_block), both through cuBLASLt, or for
-each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the formats of the factors.
+each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the formats of the factors. What
+cuBLASLt multiplies only after a copy, blocks of 128 x 128 that are cut, goes to the kernel of grouped products.
 
 Which algorithm runs, and how others are asked for, is in tuning.py.
 """
