@@ -9,8 +9,8 @@ from te_jax.ops import attention, gemm, gemm_grouped, norm, quantize, rope  # no
 from te_jax.ops import scale_update as scaling
 from te_jax.ops.experts import peers, permute, router, rows  # noqa: F401
 from te_jax.ops.quantize import activation
-from te_jax.ops.ssm import conv, scan  # noqa: F401
 
+from .mixer_cases import MIXERS
 from .op_case import E4M3, E5M2, Case, Large, bf16, e8m0, f32, i32, u32
 
 _IN_BLOCKS = "te_jax, 1x128"
@@ -45,9 +45,6 @@ _of_rows = {"m...": 1, "n...": 0}
 _products = dict(out_dtype=jnp.dtype(f32), tune=False)
 _groups_sizes = {"r": 384, "e": 2, "o": 3, "a": 2, "f": 8}
 _pairs = {"r": 256, "e": 2, "o": 3, "a": 2, "p": 128}
-_conv_sizes = {"b...0": 8, "s": 5, "c": 8, "w": 3, "v": 2}
-_ssd_sizes = {"b...0": 8, "s": 5, "g": 8, "r": 2, "p": 4, "n": 2}
-_ssd = dict(softplus=True, least=0.0, most=8.0, shared=2)
 _mx, _in_mx = dict(dtype=E4M3), {"m...0": 4, "m": 128}
 _group_in_mx = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 128}
 _group_in_blocks = {"r": 128, "e": 1, "o": 2, "a": 1, "f": 512}
@@ -466,29 +463,7 @@ CASES = [
         (f32, *_qkv, f32, None, f32, f32, None), dict(_attention, deterministic=False),
         ("dqkv", "dbias"), _attention_ranks, {"bias": ("b...0", "g")},
     ),
-    Case(
-        "causal_conv1d", "te_causal_conv1d_fwd", _conv_sizes, (f32, f32, f32, i32, f32), dict(silu=True, width=3), None,
-        {"b...": 1},
-    ),
-    Case(
-        "causal_conv1d_bwd", "te_causal_conv1d_bwd", _conv_sizes, (f32, f32, f32, f32, f32, i32, f32),
-        dict(silu=True, width=3), None, {"b...": 1},
-    ),
-    Case(
-        "ssd", "te_ssd_fwd", _ssd_sizes, (*(f32,) * 8, i32, f32), _ssd, None, {"b...": 1},
-    ),
-    Case(
-        "ssd_shared", "te_ssd_fwd", {**_ssd_sizes, "r": 1}, (*(f32,) * 6, None, None, None, None),
-        dict(_ssd, shared=1), ("y", "states"), {"b...": 1}, {"B": ("g",), "C": ("g",), "D": ("p",)},
-    ),
-    Case(
-        "ssd_bwd", "te_ssd_bwd", _ssd_sizes, (*(f32,) * 9, i32, f32), _ssd, None, {"b...": 1},
-    ),
-    Case(
-        "ssd_shared_bwd", "te_ssd_bwd", {**_ssd_sizes, "r": 1}, (f32, None, *(f32,) * 6, None, None, f32),
-        dict(_ssd, shared=1), ("dx", "ddt", "dA", "dB", "dC", "dD"), {"b...": 1},
-        {"B": ("g",), "C": ("g",), "D": ("p",)},
-    ),
+    *MIXERS,
     Case(
         "attention_fp8_fwd", "te_attention_fp8_fwd", {**_fp8_sizes, "n": 6}, (E4M3, E4M3, E4M3, f32),
         dict(causal=True, scale=0.25), None, _attention_ranks,

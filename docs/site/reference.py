@@ -121,6 +121,7 @@ PAGES = (
     }),
     Page("ops-rope", "te_jax.ops.rope", {"": ("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling")}),
     Page("ops-ssm", "te_jax.ops.ssm", {"": ("causal_conv1d", "ssd")}),
+    Page("ops-delta", "te_jax.ops.delta", {"": ("gated_delta",)}),
     Page("ops-gemm", "te_jax.ops.gemm", {"": ("tune_all", "save_tuning", "load_tuning")}),
     Page("ops-router", "te_jax.ops.router", {"": ("route", "RouterOptions")}),
     Page("ops-permute", "te_jax.ops.permute", {"": ("group", "permute", "combine")}),

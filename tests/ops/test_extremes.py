@@ -34,6 +34,7 @@ CONVOLVED = [(HUGE, TINY), (1.0, TINY), (TINY,), (45.0, 1.0), (0.0,), (1e-40,)]
 # ends); or are bits of FP8 in 16.
 NOT_RANDOM = (
     "te_ssd",
+    "te_gated_delta",
     "te_norm_bwd",
     "te_gated_norm_bwd",
     "te_attention_bwd",

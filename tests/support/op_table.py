@@ -9,7 +9,7 @@ sys.path.insert(0, str(ROOT))
 
 import te_jax.layers  # noqa: E402, F401  (declares the ops)
 from te_jax.core.op import Op, ops  # noqa: E402
-from te_jax.ops import rope, ssm  # noqa: E402, F401
+from te_jax.ops import delta, rope, ssm  # noqa: E402, F401
 from te_jax.ops.formats import FORMATS  # noqa: E402
 from te_jax.ops.producers import PRODUCERS  # noqa: E402
 

@@ -18,9 +18,10 @@ from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import kernels
+from te_jax.ops.ssm.chunks import Runs, Sight, dot, only, runs_of_chunks, sums_between, to_chunks, tokens_of
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.kernels import KEPT
-from te_jax.ops.ssm.runs import one_batch, runs_of
+from te_jax.ops.ssm.runs import one_batch
 from te_jax.ops.ssm.steps import step_sizes
 
 _PLAIN_CHUNK = 128  # tokens of a chunk of the reference
@@ -34,16 +35,6 @@ class _Chunk(NamedTuple):
     B: jax.Array  # [b, l, g, n]
     C: jax.Array
     z: jax.Array | None
-
-
-class _Runs(NamedTuple):
-    """Of the tokens of a chunk, i32[b, l], and of the token before it, i32[b]."""
-
-    own: jax.Array
-    before: jax.Array
-
-
-_dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 
 
 def _by_groups(a, groups):
@@ -61,21 +52,13 @@ class _Left(NamedTuple):
 
 
 def _decays(logs, runs):
-    """logs f32[b, h, l], of how much of a state a token leaves.
-
-    A sum of logs from j to i is added up from j on: the difference of sums from the chunk's beginning would lose the
-    small ones behind a large one. What i does not see is masked before exp, which so is at most 1.
-    """
-    at = jnp.arange(logs.shape[-1])
-    after, seen = ((at[:, None] > at[None])[None, None], (at[:, None] >= at[None])[None, None])
-    between = jnp.cumsum(jnp.where(after, logs[..., None], 0), -2)
+    """logs f32[b, h, l], of how much of a state a token leaves. What i does not see is masked before exp, which so is
+    at most 1."""
+    seen, sees_state, is_seen = Sight.of(logs.shape[-1], runs)
     since = jnp.cumsum(logs, -1)
-    sees_state = is_seen = None
-    if runs is not None:
-        seen = seen & (runs.own[:, None, :, None] == runs.own[:, None, None, :])
-        sees_state, is_seen = runs.own == runs.before[:, None], runs.own == runs.own[:, -1:]
-        since = jnp.where(sees_state[:, None], since, -jnp.inf)
-    return _Left(jnp.exp(jnp.where(seen, between, -jnp.inf)), jnp.exp(since), sees_state, is_seen)
+    since = since if sees_state is None else jnp.where(sees_state[:, None], since, -jnp.inf)
+    within = jnp.exp(jnp.where(seen, sums_between(logs), -jnp.inf))
+    return _Left(within, jnp.exp(since), sees_state, is_seen)
 
 
 def _of_chunk(A, D, state, chunk, runs):
@@ -92,51 +75,23 @@ def _of_chunk(A, D, state, chunk, runs):
     within, since = map(of_groups, left[:2])
     x, old = of_groups(jnp.swapaxes(x32, 1, 2)), of_groups(state)  # [b, g, r, l, p], [b, g, r, p, n]
     added = x * of_groups(steps)[..., None]
-    scores = _dot("blgn,bmgn->bglm", C, B)
-    y = _dot("bgrlm,bgrmp->bgrlp", scores[:, :, None] * within, added)
-    of_state = _dot("blgn,bgrpn->bgrlp", _only(C, left.sees_state, 1), old) * since[..., None]
-    y = y + _only(of_state, left.sees_state, 3)
-    kept, B = _only(added * within[..., -1, :, None], left.is_seen, 3), _only(B, left.is_seen, 1)
+    scores = dot("blgn,bmgn->bglm", C, B)
+    y = dot("bgrlm,bgrmp->bgrlp", scores[:, :, None] * within, added)
+    of_state = dot("blgn,bgrpn->bgrlp", only(C, left.sees_state, 1), old) * since[..., None]
+    y = y + only(of_state, left.sees_state, 3)
+    kept, B = only(added * within[..., -1, :, None], left.is_seen, 3), only(B, left.is_seen, 1)
     old = old * since[..., -1, None, None]
-    old = old if left.sees_state is None else _only(old, left.sees_state[:, -1], 1)
-    new = old + _dot("bgrlp,blgn->bgrpn", kept, B)
+    old = old if left.sees_state is None else only(old, left.sees_state[:, -1], 1)
+    new = old + dot("bgrlp,blgn->bgrpn", kept, B)
     y = jnp.swapaxes(lax.collapse(y, 1, 3), 1, 2)
     y = y if D is None else y + as_rank(D, x32.ndim) * x32
     y = y if chunk.z is None else y * silu(chunk.z.astype(wide))
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
 
 
-def _only(a, tokens, axis):
-    """a [b, ...], 0 but for these, bool[b, l], where `axis` is their axis of a, or bool[b]; None: a as it is."""
-    if tokens is None:
-        return a
-    at = (0, axis) if tokens.ndim == 2 else (0,)
-    return jnp.where(jnp.expand_dims(tokens, tuple(i for i in range(a.ndim) if i not in at)), a, 0)
-
-
-def _to_chunks(a, s):
-    """[b, s, ...] -> [c, b, l, ...]: chunks, the last one filled up with zeros. None stays."""
-    if a is None:
-        return None
-    length = max(1, min(s, _PLAIN_CHUNK))
-    a = jnp.pad(a, [(0, 0), (0, -s % length)] + [(0, 0)] * (a.ndim - 2))
-    return jnp.moveaxis(a.reshape(a.shape[0], a.shape[1] // length, length, *a.shape[2:]), 1, 0)
-
-
-def _tokens_of(a, s):
-    """The inverse of `_to_chunks`."""
-    return None if a is None else lax.collapse(jnp.moveaxis(a, 0, 1), 1, 3)[:, :s]
-
-
-def _runs_of_chunks(segments, s):
-    """The runs of chunks, or None: a token that fills up the last chunk belongs to the last run."""
-    if segments is None:
-        return None
-    runs = runs_of(segments)
-    before = jnp.pad(runs, [(0, 0), (1, 0)])[:, : max(s, 1)]
-    length = max(1, min(s, _PLAIN_CHUNK))
-    own = jnp.pad(runs, [(0, 0), (0, -s % length)], mode="edge") if s else runs
-    return _Runs(_to_chunks(own, own.shape[1]), jnp.moveaxis(before[:, ::length], 1, 0)[: -(-s // length)])
+def _length(s):
+    """Tokens of a chunk."""
+    return max(1, min(s, _PLAIN_CHUNK))
 
 
 class _Call(NamedTuple):
@@ -145,15 +100,15 @@ class _Call(NamedTuple):
     A: jax.Array
     D: jax.Array | None
     chunks: _Chunk
-    runs: _Runs | None
+    runs: Runs | None
 
     @classmethod
     def of(cls, x, steps, A, B, C, D, z, segments, lead):
         s = x.shape[lead]
         flat = lambda a: one_batch(a, lead)
-        tokens = _Chunk(*(_to_chunks(flat(a), s) for a in (x, steps, B, C, z)))
+        tokens = _Chunk(*(to_chunks(flat(a), _length(s)) for a in (x, steps, B, C, z)))
         D = None if D is None else D.astype(steps.dtype)
-        return cls(A.astype(steps.dtype), D, tokens, _runs_of_chunks(flat(segments), s))
+        return cls(A.astype(steps.dtype), D, tokens, runs_of_chunks(flat(segments), _length(s)))
 
 
 def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, least, most, shared):
@@ -164,7 +119,7 @@ def _reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, *, softplus, le
     state = jnp.zeros((math.prod(batch), h, p, n), wide) if initial is None else one_batch(initial.astype(wide), lead)
 
     final, (y, states) = _scan(call, align(state, x)[0])
-    y, states = _tokens_of(y, s).reshape(x.shape), jnp.moveaxis(states[:: KEPT // _PLAIN_CHUNK], 0, 1)
+    y, states = tokens_of(y, s).reshape(x.shape), jnp.moveaxis(states[:: KEPT // _PLAIN_CHUNK], 0, 1)
     return y, final.reshape(*batch, *final.shape[1:]), states.reshape(*batch, *states.shape[1:])
 
 
@@ -197,9 +152,9 @@ def _bwd_reference(dy, dfinal, x, dt, A, B, C, D, dt_bias, segments, states, *, 
     dfinal = jnp.zeros(states.shape[1:], wide) if dfinal is None else one_batch(dfinal.astype(wide), lead)
     zeros = jax.tree.map(jnp.zeros_like, (call.A, call.D))
     carry = align(dfinal, zeros, x)[:2]
-    xs = call.chunks, call.runs, _to_chunks(one_batch(dy, lead), s), states
+    xs = call.chunks, call.runs, to_chunks(one_batch(dy, lead), _length(s)), states
     (dinitial, (dA, dD)), grads = lax.scan(body, tuple(carry), xs, reverse=True)
-    grads = _Chunk(*(_tokens_of(a, s) for a in grads))
+    grads = _Chunk(*(tokens_of(a, s) for a in grads))
     ddt, ddt_bias = pull_steps(grads.steps.reshape(steps.shape))
     shaped = lambda a, of: None if of is None else a.reshape(of.shape).astype(of.dtype)
     whole = (shaped(grads.x, x), ddt, shaped(dA, A), shaped(grads.B, B), shaped(grads.C, C))
