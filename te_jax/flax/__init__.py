@@ -3,6 +3,7 @@
 DenseGeneral, LayerNormDenseGeneral, LayerNormMLP, LayerNorm: Products, with the norm in front of them in one.
 DotProductAttention, MultiHeadAttention, MultiHeadLatentAttention, RelativePositionBiases: Attention.
 Mamba2: A mixer of tokens by a state-space model.
+GatedDeltaNet: A mixer of tokens by the gated delta rule.
 TransformerLayer, MoEBlock, LMHead: A layer; its mixture of experts; logits and their loss.
 DotGeneral, make_dot_general_cls, wrap_function_in_te_state_module: FP8 for products of modules that are not of te_jax.
 TrainState, fp8_masked: Training steps.
@@ -19,6 +20,7 @@ from te_jax.flax.dot_general import QuantizerSet as QuantizerSet
 from te_jax.flax.dot_general import QuantizingModule as QuantizingModule
 from te_jax.flax.dot_general import make_dot_general_cls as make_dot_general_cls
 from te_jax.flax.dot_general import wrap_function_in_te_state_module as wrap_function_in_te_state_module
+from te_jax.flax.gated_delta import GatedDeltaNet as GatedDeltaNet
 from te_jax.flax.head import LMHead as LMHead
 from te_jax.flax.kernels import dequantize_params as dequantize_params
 from te_jax.flax.kernels import fp8_kernels as fp8_kernels

@@ -90,6 +90,7 @@ _SCALING = Kind(
 )
 _EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
 _MAMBA = Kind("a dict of fields of Mamba2", lambda value: isinstance(value, Mapping))
+_DELTA = Kind("a dict of fields of GatedDeltaNet", lambda value: isinstance(value, Mapping))
 _LAYER_TYPE = Kind(
     "one of ('encoder', 'decoder') or a TransformerLayerType",
     lambda value: isinstance(value, str | TransformerLayerType),
@@ -113,8 +114,8 @@ def _each(kind: Kind, names: str) -> dict[str, Kind]:
 FIELDS: dict[str, Kind] = {
     # sizes
     **_each(_WIDTHS, "features"),
-    **_each(_REQUIRED, "head_dim num_attention_heads ssm_num_heads"),
-    **_each(_POSITIVE, "ssm_head_dim ssm_state_size ssm_num_groups"),
+    **_each(_REQUIRED, "head_dim num_attention_heads ssm_num_heads linear_num_value_heads"),
+    **_each(_POSITIVE, "ssm_head_dim ssm_state_size ssm_num_groups linear_key_head_dim linear_value_head_dim"),
     **_each(integer(2, 4), "conv_width"),
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
@@ -123,7 +124,7 @@ FIELDS: dict[str, Kind] = {
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
-    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups"),
+    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups linear_num_key_heads gate_rank"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
@@ -153,6 +154,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
+    **_each(BOOL, "allow_neg_eigval"),
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
@@ -188,6 +190,8 @@ FIELDS: dict[str, Kind] = {
     **_each(_SCALING, "rotary_pos_emb_scaling"),
     **_each(NONE | _EXPERTS, "moe"),
     **_each(NONE | _MAMBA, "ssm"),
+    **_each(NONE | _DELTA, "delta"),
+    **_each(one_of("head", "channel"), "gate"),
     **_each(one_of("both", "mixer", "mlp"), "sublayers"),
     **_each(_RELATIVE, "relative_embedding"),
     **_refused.FIELDS,

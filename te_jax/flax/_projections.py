@@ -36,6 +36,7 @@ from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrai
 from te_jax.sharding.constraints import entries, place_axis, spec_of, split_over
 from te_jax.sharding.logical_axes import gathered_axes
 
+_COUNTS_OF_HEADS = "ssm_num_heads", "linear_num_value_heads", "num_attention_heads"  # fields that devices must divide
 QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
 
 
@@ -170,7 +171,7 @@ def by_heads(module, name: str, x, width: int):
     if heads % devices == 0:
         axes = (BATCH_AXES, SEQLEN_AXES, *((JOINED_AXES,) if joined else ()), HEAD_AXES, HIDDEN_AXES)
         return constrain(x.reshape(shape), activation_axes(module, *axes))
-    field = "ssm_num_heads" if hasattr(module, "ssm_num_heads") else "num_attention_heads"
+    field = next(name for name in _COUNTS_OF_HEADS if hasattr(module, name))
     if (count := getattr(module, field)) % devices:
         raise ValueError(
             f"{describe(module)}: {field} is {count}, but tensor parallelism over the mesh axes "

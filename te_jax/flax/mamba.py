@@ -8,78 +8,52 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.core.types import align
 from te_jax.flax._common import (
     Initializer,
     kernel_initializer,
     lora_scope,
     parameter,
 )
-from te_jax.flax._context import cutting_axis, tokens_of_device
 from te_jax.flax._fields import (
     Module,
     check_call,
-    has_relative_embedding,
-    is_decoder,
     shared_fields,
 )
-from te_jax.flax._projections import by_heads, project_normed, project_output
-from te_jax.flax._state import describe, recipe_of
+from te_jax.flax._mixers import (
+    axis_that_cuts,
+    of_decay,
+    of_step,
+    parameters_of_convs,
+    project_gated_norm,
+    segments_of_mask,
+    states_in_cache,
+    steps_are_in_order,
+    write_states,
+)
+from te_jax.flax._projections import by_heads, project_normed
+from te_jax.flax._state import describe
 from te_jax.flax.attention import mask_of_rows
-from te_jax.flax.cache import COLLECTION, check_mutable, lengths_of, variable_of_cache
 from te_jax.flax.dense import DenseGeneral
 from te_jax.flax.mha import check_decode, input_of
-from te_jax.layers.gated_norm import gated_norm_dense, gated_rmsnorm, quantizes_gated_norm
 from te_jax.layers.mamba import MambaState, MambaWeights, before_gated_norm
-from te_jax.ops.attention import Mask, SequenceDescriptor
+from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import (
     W_FSDP_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
 )
-from te_jax.sharding.resource import is_manual
 
 CACHED = MambaState("x_conv_state", "B_conv_state", "C_conv_state", "ssm_state")
 
 
 def _ssm_sizes_fit(module: Any) -> str | None:
-    """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`; `time_step_min` is at most `time_step_max`."""
+    """`ssm_num_groups` and `norm_groups` divide `ssm_num_heads`."""
     for name in ("ssm_num_groups", "norm_groups"):
         if module.ssm_num_heads % (getattr(module, name) or 1):
             return (
                 f"ssm_num_heads={module.ssm_num_heads} does not split into {name}={getattr(module, name)}; pass a "
                 "divisor of it"
             )
-    if module.time_step_min > module.time_step_max:
-        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
-
-
-def mixers_stand_alone(module: Any) -> str | None:
-    """`ssm`, and `sublayers` other than "both", are for an encoder without `parallel_attention_mlp`; `ssm` goes without
-    `transpose_batch_sequence`, `context_parallel_causal_load_balanced`, relative embedding, `kv_lora_rank`, and a
-    `self_attn_mask_type` that is not causal. A layer that is "mlp" has no `ssm`, one that is "mixer" no `moe`."""
-    one = module.sublayers != "both"
-    asked = f"sublayers is {module.sublayers!r}" if one else "ssm is given"
-    if (one or module.ssm is not None) and (is_decoder(module) or module.parallel_attention_mlp):
-        other = 'layer_type is "decoder"' if is_decoder(module) else "parallel_attention_mlp is True"
-        return f"{asked}, but {other}; leave one of them out"
-    for name, kind in (("ssm", "mlp"), ("moe", "mixer")):
-        if getattr(module, name) is not None and module.sublayers == kind:
-            return f"{name} is given, but sublayers is {kind!r}, which has no use for it; set {name} None there"
-    if module.ssm is None:
-        return None
-    for name in ("transpose_batch_sequence", "context_parallel_causal_load_balanced"):
-        if getattr(module, name):
-            return f"ssm is given, but {name} is on, which Mamba2 has not; leave one of them out"
-    if has_relative_embedding(module):
-        return "ssm is given, but relative embedding is on, which Mamba2 has not; leave one of them out"
-    if module.kv_lora_rank is not None:
-        return f"ssm is given, but kv_lora_rank is {module.kv_lora_rank}, of attention; set one of them None"
-    if Mask.of_type(module.self_attn_mask_type).band.right != 0:
-        return (
-            f"ssm is given, but self_attn_mask_type is {module.self_attn_mask_type!r}; Mamba2 is causal: use "
-            '"causal" or "padding_causal"'
-        )
 
 
 class Mamba2(Module):
@@ -139,7 +113,7 @@ class Mamba2(Module):
 
     transpose_batch_sequence = False  # no field: inputs are [b, s, H]
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (_ssm_sizes_fit,)
+        rules = (_ssm_sizes_fit, steps_are_in_order)
 
     @nn.compact
     def __call__(
@@ -176,8 +150,8 @@ class Mamba2(Module):
         check_decode(self, decode, max_decode_length)
         inputs = input_of(self, "inputs", inputs)
         mask = mask_of_rows(self, mask, inputs.shape[0])
-        axis = None if decode else self._cut()
-        segments, lengths = self._segments(mask, *inputs.shape[:2], decode, axis)
+        axis = axis_that_cuts(self, decode)
+        segments, lengths = segments_of_mask(self, mask, *inputs.shape[:2], decode, axis)
         (x, z, B, C, dt), normed, through = self._project(inputs, norm_output, residual)
         state = self._cached(x, B) if decode else None
         options = dict(
@@ -191,14 +165,15 @@ class Mamba2(Module):
         if decode:
             held = MambaState(*(variable.value for variable in state))
             y, z, new = before_gated_norm(x, B, C, dt, z, weights, **options, state=held, return_state=True)
-            index = self.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
-            if not self.is_initializing():
-                index.value = index.value + inputs.shape[1]
-                for variable, value in zip(state, new):
-                    variable.value = value
+            write_states(self, state, new, inputs.shape[1])
         else:
             y, z, _ = before_gated_norm(x, B, C, dt, z, weights, **options, state=None, return_state=False)
-        return self._project_back(y, z, weights.norm, inputs, through), normed
+        norm = dict(
+            groups=self.norm_groups or self.ssm_num_groups,
+            epsilon=self.layernorm_epsilon,
+            norm_before_gate=self.norm_before_gate,
+        )
+        return project_gated_norm(self, y, z, weights.norm, norm, inputs, through), normed
 
     # -- projections and parameters -------------------------------------------------------------------------------
 
@@ -221,96 +196,19 @@ class Mamba2(Module):
         by_name = zip(fields, arrays, (p, p, n, n))
         return (*(by_heads(self, name, a, width) for name, a, width in by_name), dt), normed, through
 
-    def _project_back(self, y, z, gamma, inputs, residual):
-        """[b, s, H], as inputs, from the gated norm of y and z [b, s, h, p]. Under a recipe the norm is quantized where
-        it is computed, unless an adapter reads it, too."""
-        norm = dict(
-            groups=self.norm_groups or self.ssm_num_groups,
-            epsilon=self.layernorm_epsilon,
-            norm_before_gate=self.norm_before_gate,
-        )
-        if lora_scope(self)[1] or not quantizes_gated_norm(y, z, gamma, norm["groups"], recipe_of(self, "out")):
-            return project_output(self, gated_rmsnorm(y, z, gamma, **norm, name=describe(self)), inputs, residual)
-
-        def multiply(joined, *weights, **options):
-            return gated_norm_dense(joined.reshape(z.shape), z, gamma, *weights, **norm, **options)
-
-        return project_output(self, y, inputs, residual, multiply)
-
     def _weights(self) -> MambaWeights:
-        h, w = self.ssm_num_heads, self.conv_width
+        h = self.ssm_num_heads
         channels = dict(x=h * self.ssm_head_dim) | dict.fromkeys("BC", self.ssm_num_groups * self.ssm_state_size)
-        axis = {name: W_NO_SHARD_AXES if self.ssm_num_groups == 1 and name in "BC" else W_TP_AXES for name in channels}
-        kernels = [
-            parameter(self, f"{name}_conv_kernel", _of_taps, (None, axis[name]), (w, width))
-            for name, width in channels.items()
-        ]
-        biases = [
-            parameter(self, f"{name}_conv_bias", self.bias_init, (axis[name],), (width,))
-            if self.use_conv_bias
-            else None
-            for name, width in channels.items()
-        ]
-        own = dict(A_log=_of_decay, D=nn.initializers.ones, dt_bias=self._of_step)
+        kernels, biases = parameters_of_convs(self, channels, "BC" if self.ssm_num_groups == 1 else "")
+        own = dict(A_log=of_decay, D=nn.initializers.ones, dt_bias=of_step(self))
         heads = [parameter(self, name, init, (W_TP_AXES,), (h,)) for name, init in own.items()]
         norm = parameter(self, "norm_scale", nn.initializers.ones, (W_TP_AXES,), (channels["x"],))
         return MambaWeights(*kernels, *biases, *heads, norm)
 
-    def _of_step(self, key, shape, dtype):
-        """softplus(dt_bias) is spread between time_step_min and time_step_max."""
-        low, high = math.log(self.time_step_min), math.log(self.time_step_max)
-        step = jnp.exp(jax.random.uniform(key, shape, minval=low, maxval=high))
-        step = jnp.maximum(step, self.time_step_floor)
-        return (step + jnp.log(-jnp.expm1(-step))).astype(dtype)  # The inverse of softplus.
-
-    # -- segments and states --------------------------------------------------------------------------------------
-
-    def _cut(self) -> str | None:
-        """The mesh axis that cuts the sequence, in order, or None, as where only shapes count."""
-        axis = cutting_axis(self)
-        return None if self.is_initializing() else axis
-
-    def _segments(self, mask, b: int, s: int, decode: bool, axis: str | None):
-        """-> the segments i32[b, s] of tokens, or None; the lengths i32[b] of rows that a cache is to know, or None."""
-        if mask is None:
-            return None, None
-        if not isinstance(mask, SequenceDescriptor):
-            raise ValueError(
-                f"{describe(self)}: mask is an array; the scan is causal, and knows only segments: pass a "
-                "SequenceDescriptor, or None."
-            )
-        if decode:
-            return None, lengths_of(self, mask, b, s)
-        if self.is_initializing():  # in a `jax.shard_map` too, where no axis is known to cut
-            return None, None
-        inside = axis is not None and is_manual(axis)
-        whole = s * jax.lax.axis_size(axis) if inside else s
-        mask.check(describe(self), (b,), whole, whole)
-        if mask.starts_at_zero:  # padding on the right: no token sees it
-            return None, None
-        ids = mask.tokens(whole, whole)[0][0].astype(jnp.int32)
-        return tokens_of_device(ids, axis, s) if inside else ids, None
-
     def _cached(self, x, B) -> MambaState:
-        """The variables of the cache, 0 where this call makes them."""
-        check_mutable(self)
+        """The variables of the cache."""
         b, past, (h, p), (g, n) = x.shape[0], self.conv_width - 1, x.shape[2:], B.shape[2:]
         wide = jnp.promote_types(x.dtype, jnp.float32)
         shapes = MambaState((b, past, h * p), (b, past, g * n), (b, past, g * n), (b, h, p, n))
         types = MambaState(x.dtype, x.dtype, x.dtype, wide)
-        return MambaState(*(self._variable(*each, x) for each in zip(CACHED, shapes, types)))
-
-    def _variable(self, name, shape, dtype, like):
-        zeros = lambda: align(jnp.zeros(shape, dtype), like)[0]
-        return variable_of_cache(self, name, zeros, shape, dtype)
-
-
-def _of_taps(key, shape, dtype):
-    """As convolutions of each channel by itself begin: within 1 / sqrt(w)."""
-    bound = 1 / math.sqrt(shape[0])
-    return jax.random.uniform(key, shape, dtype, -bound, bound)
-
-
-def _of_decay(key, shape, dtype):
-    """log(-A) with -A between 1 and 16, as in the paper's models."""
-    return jnp.log(jax.random.uniform(key, shape, minval=1.0, maxval=16.0)).astype(dtype)
+        return MambaState(*states_in_cache(self, CACHED, shapes, types, x))

@@ -36,9 +36,11 @@ from te_jax.flax._fields import (
     rotary_fields_fit,
     shared_fields,
 )
+from te_jax.flax._mixers import mixers_stand_alone
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
-from te_jax.flax.mamba import Mamba2, mixers_stand_alone
+from te_jax.flax.gated_delta import GatedDeltaNet
+from te_jax.flax.mamba import Mamba2
 from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP
@@ -96,8 +98,9 @@ class TransformerLayer(Module):
     moe:                fields of `MoEBlock` in a dict, such as dict(num_experts=8): experts of width mlp_hidden_size
                         replace the MLP. `nn.scan` wants variable_axes for `losses` and `expert_bias` then.
     ssm:                fields of `Mamba2` in a dict, such as dict(ssm_num_heads=8): it replaces self-attention.
-    sublayers:          "mixer": the layer has only attention or Mamba2; "mlp": only the MLP or the experts. In hybrid
-                        models a layer may be one of them.
+    delta:              fields of `GatedDeltaNet` in a dict, such as dict(linear_num_value_heads=8): the same.
+    sublayers:          "mixer": the layer has only attention or another mixer; "mlp": only the MLP or the experts. In
+                        hybrid models a layer may be one of them.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
@@ -108,14 +111,14 @@ class TransformerLayer(Module):
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 73.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 74.
 
-    Parameters: `attention` or `mamba` (encoder), or `self_attention` and `encoder_decoder_attention` (decoder), as
-    `MultiHeadAttention`, `MultiHeadLatentAttention` or `Mamba2`; `mlp` as `LayerNormMLP`, or `moe` as `MoEBlock`;
-    `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`; with post_norms `post_attention_norm`
-    (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and `post_mlp_norm`. All parameters are in
-    boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want metadata_params={nn.PARTITION_NAME: None}, or a
-    name for the axis of layers.
+    Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
+    (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
+    `LayerNormMLP`, or `moe` as `MoEBlock`; `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`;
+    with post_norms `post_attention_norm` (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and
+    `post_mlp_norm`. All parameters are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
+    metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
     """
 
     hidden_size: int = 512
@@ -191,6 +194,7 @@ class TransformerLayer(Module):
     sublayers: str = "both"
     attn_logit_scale: float | None = None
     residual_multiplier: float = 1.0
+    delta: Mapping[str, Any] | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -233,7 +237,7 @@ class TransformerLayer(Module):
             tokens of each row. `MultiHeadAttention` explains prompts of different lengths, masks (their columns are the
             T slots of the cache), and what a call without a cache does. Cross-attention reads `encoded` anew.
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
-        positions: [b, s] or [s] for RoPE in self-attention; Mamba2 has no use for them.
+        positions: [b, s] or [s] for RoPE in self-attention; other mixers have no use for them.
 
         Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, for fields
         that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
@@ -245,7 +249,7 @@ class TransformerLayer(Module):
         inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
         check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
-        name = "self_attention" if decoder else "attention" if self.ssm is None else "mamba"
+        name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
         dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
         apart = self.apply_residual_connection_post_layernorm or self.post_norms or self.residual_multiplier != 1.0
@@ -253,8 +257,9 @@ class TransformerLayer(Module):
         call = dict(decode=decode, residual=in_kernels, norm_output=False, max_decode_length=max_decode_length)
         if self.sublayers == "mlp":
             return self._close(inputs, deterministic, in_kernels)
-        if self.ssm is not None:
-            x, normed = self._mamba()(inputs, attention_mask, **call)
+        if (mixer := self._mixer()) is not None:
+            name = mixer.name
+            x, normed = mixer(inputs, attention_mask, **call)
         else:
             bias = self._relative_bias(inputs, not decoder, name if decode else None, max_decode_length)
             call |= dict(deterministic=deterministic, positions=positions)
@@ -355,13 +360,18 @@ class TransformerLayer(Module):
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)
 
-    def _mamba(self) -> Mamba2:
+    def _mixer(self) -> Mamba2 | GatedDeltaNet | None:
+        """The module that the layer has instead of self-attention."""
+        if self.ssm is None and self.delta is None:
+            return None
         own = dict(
             input_layernorm=not self.output_layernorm,
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
             kernel_init=self.mha_kernel_init,
         )
-        return Mamba2(**shared_fields(self, Mamba2) | own | dict(self.ssm), name="mamba")
+        if self.ssm is not None:
+            return Mamba2(**shared_fields(self, Mamba2) | own | dict(self.ssm), name="mamba")
+        return GatedDeltaNet(**shared_fields(self, GatedDeltaNet) | own | dict(self.delta), name="delta")
 
     def _fields_of_mlp(self) -> dict[str, Any]:
         """The fields that the MLP and experts have under other names than the layer."""

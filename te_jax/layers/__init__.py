@@ -12,6 +12,9 @@ from te_jax.layers.experts.linear import grouped_dense as grouped_dense
 from te_jax.layers.experts.weights import quantize_experts as quantize_experts
 from te_jax.layers.explain import explain_attention as explain_attention
 from te_jax.layers.fp8_attention import attention_fp8 as attention_fp8
+from te_jax.layers.gated_delta import DeltaState as DeltaState
+from te_jax.layers.gated_delta import DeltaWeights as DeltaWeights
+from te_jax.layers.gated_delta import gated_delta_net as gated_delta_net
 from te_jax.layers.gated_norm import gated_norm_dense as gated_norm_dense
 from te_jax.layers.gated_norm import gated_rmsnorm as gated_rmsnorm
 from te_jax.layers.linear import dense as dense

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from te_jax.core.arrays import as_jax, as_rank
-from te_jax.core.check import BOOL, FLOATS_ARRAY, NONE, STRING, check, integer, number
+from te_jax.core.check import BOOL, FLOATS_ARRAY, NONE, STRING, check, integer, number, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.layers.config import Config
@@ -25,6 +25,8 @@ from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import entries, split_over
 from te_jax.state import fp8
 
+_GATES = one_of("silu", "sigmoid")
+
 
 def gated_rmsnorm(
     x: ArrayLike,
@@ -34,6 +36,7 @@ def gated_rmsnorm(
     groups: int = 1,
     epsilon: float = 1e-6,
     norm_before_gate: bool = False,
+    activation: str = "silu",
     name: str = "te_jax.layers.gated_rmsnorm",
 ) -> jax.Array:
     """RMSNorm(x silu(z)) gamma over all channels of h heads, as Mamba-2 has it in front of its output projection.
@@ -43,17 +46,19 @@ def gated_rmsnorm(
     groups: a divisor of h: each group of h / groups heads has a norm of its own
     epsilon: above 0, added to the mean square
     norm_before_gate: RMSNorm(x) gamma silu(z) instead
+    activation: of z; "sigmoid" instead of "silu" is plain JAX
 
     Returns an array as x, computed in f32; the backward pass keeps x, z and at most f32[..., groups]. Differentiable in
     x, z and gamma. Raises ValueError for sizes that do not match, TypeError for operands that are not floating.
     """
     x, z, gamma = as_jax(x, z, gamma)
     _check_gated(name, x, z, gamma, groups, epsilon, norm_before_gate)
-    if _has_op(x, z, gamma, groups):
+    check(name, "activation", activation, _GATES)
+    if activation == "silu" and _has_op(x, z, gamma, groups):
         options = dict(eps=epsilon, norm_before_gate=norm_before_gate, name=name)
         y = gated_norm(*(_in_groups(a, groups) for a in (x, z)), _gamma_in_groups(gamma, groups), **options)
         return y.reshape(_joined(x)).reshape(x.shape)
-    return _gated_norm(*align(x, z, gamma), (int(groups), float(epsilon), bool(norm_before_gate)))
+    return _gated_norm(*align(x, z, gamma), (int(groups), float(epsilon), bool(norm_before_gate), activation))
 
 
 def gated_norm_dense(
@@ -162,9 +167,9 @@ def _gamma_in_groups(gamma, groups):
 # -- groups that devices share: plain JAX -------------------------------------------------------------------------
 
 
-def _gated(x, z, gamma, groups, epsilon, norm_before_gate):
+def _gated(x, z, gamma, groups, epsilon, norm_before_gate, activation):
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    gate = silu(z.astype(wide))
+    gate = (silu if activation == "silu" else jax.nn.sigmoid)(z.astype(wide))
     x = x.astype(wide) if norm_before_gate else x.astype(wide) * gate
     of_heads = jnp.mean(jnp.square(x), -1)
     if on_explicit_mesh(aval := jax.typeof(of_heads)):  # Devices that share a group's heads exchange these numbers.

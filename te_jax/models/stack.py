@@ -15,6 +15,7 @@ from te_jax.core.check import Kind, check
 from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._calls import KnownArguments
 from te_jax.flax._common import parameter
+from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.models.config import ModelConfig
@@ -288,13 +289,13 @@ class Model(KnownArguments):
 
 
 def _check_order(layers):
-    """Raises ValueError for attention over tokens in a balanced order next to Mamba2, which has them in order."""
-    if any(fields.get("ssm") is not None for fields in layers):
+    """Raises ValueError for attention over tokens in a balanced order next to mixers that have them in order."""
+    if found := [name for fields in layers for name in MIXERS if fields.get(name) is not None]:
         for index, fields in enumerate(layers):
             if fields.get("context_parallel_causal_load_balanced") and fields.get("sublayers") != "mlp":
                 raise ValueError(
                     f"te_jax.models: context_parallel_causal_load_balanced is True in layer {index}, but other layers "
-                    "have ssm, whose devices have the tokens in order; leave one of them out."
+                    f"have {found[0]}, whose devices have the tokens in order; leave one of them out."
                 )
 
 

@@ -12,6 +12,7 @@ from te_jax.nnx.dot_general import DotGeneral as DotGeneral
 from te_jax.nnx.grad import value_and_grad as value_and_grad
 from te_jax.nnx.modules import DenseGeneral as DenseGeneral
 from te_jax.nnx.modules import DotProductAttention as DotProductAttention
+from te_jax.nnx.modules import GatedDeltaNet as GatedDeltaNet
 from te_jax.nnx.modules import LayerNorm as LayerNorm
 from te_jax.nnx.modules import LayerNormDenseGeneral as LayerNormDenseGeneral
 from te_jax.nnx.modules import LayerNormMLP as LayerNormMLP

@@ -162,6 +162,12 @@ class Mamba2(Layer):
     linen_type = te_flax.Mamba2
 
 
+class GatedDeltaNet(Layer):
+    """`te_jax.flax.GatedDeltaNet` of inputs [b, s, in_features]."""
+
+    linen_type = te_flax.GatedDeltaNet
+
+
 class RelativePositionBiases(Layer):
     """`te_jax.flax.RelativePositionBiases` of two lengths."""
 

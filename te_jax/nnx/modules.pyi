@@ -514,6 +514,52 @@ class Mamba2(Layer):
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array | None]: ...
 
+class GatedDeltaNet(Layer):
+    def __init__(
+        self,
+        in_features: int,
+        linear_num_value_heads: int | None = None,
+        linear_num_key_heads: int | None = None,
+        linear_key_head_dim: int = 128,
+        linear_value_head_dim: int = 128,
+        gate: str = "head",
+        gate_rank: int | None = None,
+        allow_neg_eigval: bool = False,
+        conv_width: int = 4,
+        use_conv_bias: bool = False,
+        time_step_min: float = 0.001,
+        time_step_max: float = 0.1,
+        time_step_floor: float = 0.0001,
+        input_layernorm: bool = True,
+        layernorm_type: str = "rmsnorm",
+        layernorm_epsilon: float = 1e-06,
+        return_layernorm_output: bool = False,
+        zero_centered_gamma: bool = False,
+        kernel_init: Callable[..., Any] | None = None,
+        use_bias: bool = False,
+        bias_init: Callable[..., Any] = ...,
+        low_rank_adaptation_scope: str = "none",
+        low_rank_adaptation_dim: int = 32,
+        low_rank_adaptation_alpha: float | None = None,
+        dtype: jnp.dtype = ...,
+        enable_sequence_parallel: bool = False,
+        context_parallel_axis: str | None = "",
+        params_dtype: jnp.dtype | None = None,
+        *,
+        rngs: nnx.Rngs,
+    ) -> None: ...
+    def __call__(
+        self,
+        inputs: jax.Array,
+        mask: SequenceDescriptor | None = None,
+        *,
+        decode: bool = False,
+        residual: bool = False,
+        norm_output: bool = True,
+        max_decode_length: int | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array | None]: ...
+
 class RelativePositionBiases(Layer):
     def __init__(
         self,
@@ -613,6 +659,7 @@ class TransformerLayer(Layer):
         sublayers: str = "both",
         attn_logit_scale: float | None = None,
         residual_multiplier: float = 1.0,
+        delta: Mapping[str, Any] | None = None,
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,

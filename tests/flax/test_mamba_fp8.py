@@ -14,7 +14,7 @@ from quick_init import quick_init
 
 import te_jax as te
 import te_jax.flax as te_flax
-import te_jax.flax.mamba
+import te_jax.flax._mixers
 import te_jax.nnx as te_nnx
 from te_jax import recipe
 from te_jax.checkpoint_policies import QUANTIZED, save
@@ -91,7 +91,7 @@ def test_as_the_norm_that_is_written(law, groups, before, dtype, monkeypatch):
         variables = filled(module, x)
         assert in_fp8(ops_of(run, variables, x))
         got = jax.jit(run)(variables, x)
-        monkeypatch.setattr(te_jax.flax.mamba, "quantizes_gated_norm", lambda *args: False)
+        monkeypatch.setattr(te_jax.flax._mixers, "quantizes_gated_norm", lambda *args: False)
         run = run_of(module, data(B, S, H, seed=2))  # another function, which jax has not traced
         assert not in_fp8(ops_of(run, variables, x))
         want = jax.jit(run)(variables, x)
