@@ -24,7 +24,7 @@ from te_jax.models import families
 from . import gpt, machine, report
 from .process import in_own_process
 
-MIXERS = tuple(gpt.config.MIXERS)
+MIXERS = tuple(name for name, mixer in gpt.config.MIXERS.items() if mixer is None or mixer.kind == "mamba2")
 CASE = "Llama 3 8B's widths: generate behind {} tokens"
 CONTEXTS, BATCHES, TOKENS = (2048, 8192, 32768), (1, 16), 64
 _TINY_CONTEXTS = 32, 256

@@ -11,6 +11,12 @@ OF = {
     "fixed": "tab:brown",
     "mxfp8": "tab:pink",
 }
-MIXERS = {"attention": "tab:blue", "mamba2": "tab:orange", "hybrid": "tab:green"}
+MIXERS = {
+    "attention": "tab:blue",
+    "mamba2": "tab:orange",
+    "hybrid": "tab:green",
+    "gated-delta": "tab:red",
+    "gated-delta-hybrid": "tab:purple",
+}
 NO_RECIPE = "tab:cyan"  # of te_jax, but the same under all recipes
 OTHERS = "tab:gray"  # not te_jax

@@ -19,14 +19,21 @@ class Experts:
 
 @dataclasses.dataclass(frozen=True)
 class Ssm:
-    """What mixes tokens instead of attention: Mamba-2, whose channels are twice the hidden ones, in heads."""
+    """What mixes tokens instead of attention, with a state: its channels are twice the hidden ones, in heads."""
 
     head_dim: int = 64
-    state: int = 128
+    state: int = 128  # for each channel; of the gated delta rule also the channels of keys
     attention_every: int | None = None  # of so many layers the second one has attention; None: none has
+    kind: str = "mamba2"  # or "gated-delta", whose heads of keys serve two heads of values, as in Qwen3-Next
 
 
-MIXERS = {"attention": None, "mamba2": Ssm(), "hybrid": Ssm(attention_every=4)}
+MIXERS = {
+    "attention": None,
+    "mamba2": Ssm(),
+    "hybrid": Ssm(attention_every=4),
+    "gated-delta": Ssm(state=64, kind="gated-delta"),
+    "gated-delta-hybrid": Ssm(state=64, attention_every=4, kind="gated-delta"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +63,7 @@ class Model:
 
     @property
     def ssm_heads(self) -> int:
-        """The heads of Mamba-2, where the model has it."""
+        """The heads of Mamba-2, or of values of the gated delta rule, where the model has them."""
         return 2 * self.hidden // self.ssm.head_dim
 
     @property
@@ -180,8 +187,8 @@ def _add_training(p: argparse.ArgumentParser) -> None:
     _add(p, "--recipe", "scales of FP8 tensors: from past steps, with attention in FP8 too or without, from their own "
         "amax, fixed, of blocks [default: delayed]",
         choices=("delayed", "attention", "current", "fixed", "block", "mxfp8"), default="delayed")  # fmt: skip
-    _add(p, "--mixer", "of tokens: attention, Mamba-2, or a hybrid, which is Mamba-2 with attention in every fourth "
-        "layer [default: attention]", choices=MIXERS, default="attention")  # fmt: skip
+    _add(p, "--mixer", "of tokens: attention, Mamba-2, the gated delta rule, or a hybrid, with attention in every "
+        "fourth layer [default: attention]", choices=MIXERS, default="attention")  # fmt: skip
     _add(p, "--api", "Flax modules of the model: Linen, or NNX, which trains on one device, without dropout "
         "[default: linen]", choices=("linen", "nnx"), default="linen")  # fmt: skip
     _add(p, "--optimizer", "AdamW, or te_jax's with moments of 3 bytes a parameter instead of 8 [default: adamw]",
@@ -340,8 +347,9 @@ def _check_mixer(p: argparse.ArgumentParser, args: argparse.Namespace) -> None:
         p.error(f"--api nnx is for --mixer attention here, not {args.mixer}: leave one of the two out")
     if args.model.layers_with_attention:
         return
-    if args.mixer == "hybrid":
-        p.error(f"--mixer hybrid has attention in the second layer of four: --layers is {args.layers}, give 2 or more")
+    if args.model.ssm.attention_every:
+        told = f"--layers is {args.layers}, give 2 or more"
+        p.error(f"--mixer {args.mixer} has attention in the second layer of four: {told}")
     for flag, given in (("--recipe attention", args.recipe == "attention"), ("--cp-strategy", args.cp_strategy)):
         if given:
             p.error(f"{flag} is for attention, which --mixer {args.mixer} has not: leave one of the two out")

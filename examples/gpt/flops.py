@@ -18,8 +18,8 @@ PEAKS = (
 def per_token(c: Model, seq_len: int) -> float:
     """FLOPs of the model for one token, forward and backward (three times forward).
 
-    Only matrix products, two per weight; causal attention is counted as the half that is not masked, Mamba-2's scan as
-    its recurrence.
+    Only matrix products, two per weight; causal attention is counted as the half that is not masked, other mixers
+    as their recurrence.
     Recomputation (--remat) is not counted: this is what the model needs, not what the program does.
     """
     kv_width = c.hidden * (c.gqa_groups or c.heads) // c.heads
@@ -29,11 +29,18 @@ def per_token(c: Model, seq_len: int) -> float:
     if c.experts:  # a token meets its own ones, and the router
         mlp_weights = c.experts.top_k * mlp_weights + c.hidden * c.experts.count
     mixers = c.layers_with_attention * attention
-    if c.ssm:  # projections to x, z, B, C, steps, and back; the state's change, and what is read of it
-        channels = c.ssm_heads * c.ssm.head_dim
-        projections = c.hidden * (3 * channels + 2 * c.ssm.state + c.ssm_heads)
-        mixers += (c.layers - c.layers_with_attention) * (projections + 2 * channels * c.ssm.state)
+    if c.ssm:
+        mixers += (c.layers - c.layers_with_attention) * _with_a_state(c)
     return 3 * 2 * (mixers + c.layers * mlp_weights + c.hidden * VOCAB)
+
+
+def _with_a_state(c):
+    """Products of a mixer with a state, for one token."""
+    channels, state = c.ssm_heads * c.ssm.head_dim, c.ssm.state
+    if c.ssm.kind == "mamba2":  # projections to x, z, B, C, steps, and back; the state's change, and what is read of it
+        return c.hidden * (3 * channels + 2 * state + c.ssm_heads) + 2 * channels * state
+    keys = c.ssm_heads // 2 * state  # to q, k, v, z, two numbers a head, and back; the state is read twice
+    return c.hidden * (2 * keys + 3 * channels + 2 * c.ssm_heads) + 3 * channels * state
 
 
 def peak(device_kind: str, precision: str) -> float | None:

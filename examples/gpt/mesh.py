@@ -71,7 +71,7 @@ def check(args) -> None:
         (f"preset {args.preset} has attention heads:", model.heads, "tp", tp if attends else 1),
         # Heads of keys that tp does not divide are copied.
         (f"preset {args.preset} has keys of a width of", keys, "tp", tp if attends else 1),
-        (f"preset {args.preset} has Mamba-2 heads:", model.ssm_heads if model.ssm else tp, "tp", tp),
+        (f"--mixer {args.mixer} has heads:", model.ssm_heads if model.ssm else tp, "tp", tp),
         (f"preset {args.preset} has an MLP width of", model.ffn, "tp", tp),
         ("--seq-len is", args.seq_len, by_cp[0], by_cp[1] if cp > 1 else 1),
         ("--seq-len is", args.seq_len, of_sequence, cp * tp if args.sequence_parallel else 1),

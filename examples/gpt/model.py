@@ -50,15 +50,19 @@ def embedded(tokens: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def ssm_fields(config: Model) -> dict:
-    """The fields of a layer that has Mamba-2 instead of attention; {} for a model without."""
-    if config.ssm is None:
+    """The fields of a layer that has another mixer instead of attention; {} for a model without."""
+    mixer = config.ssm
+    if mixer is None:
         return {}
-    sizes = dict(ssm_num_heads=config.ssm_heads, ssm_head_dim=config.ssm.head_dim, ssm_state_size=config.ssm.state)
-    return dict(ssm=sizes)
+    heads = config.ssm_heads
+    if mixer.kind == "mamba2":
+        return dict(ssm=dict(ssm_num_heads=heads, ssm_head_dim=mixer.head_dim, ssm_state_size=mixer.state))
+    widths = dict(linear_key_head_dim=mixer.state, linear_value_head_dim=mixer.head_dim)
+    return dict(delta=dict(linear_num_value_heads=heads, linear_num_key_heads=heads // 2, **widths))
 
 
 def with_mixer(layer: dict, ssm: Ssm | None, fields: dict) -> dict:
-    """The fields `layer` and `pattern` of a ModelConfig. fields: those of a layer with Mamba-2."""
+    """The fields `layer` and `pattern` of a ModelConfig. fields: those of a layer with another mixer than attention."""
     if ssm is None:
         return dict(layer=layer)
     if ssm.attention_every is None:
@@ -107,7 +111,7 @@ class GPT(nn.Module):
 
     @property
     def balanced(self) -> bool:
-        return self.cp > 1 and self.config.ssm is None  # Mamba-2 has its tokens in order.
+        return self.cp > 1 and self.config.ssm is None  # Other mixers have their tokens in order.
 
     def setup(self):
         layer = dict(

@@ -38,7 +38,7 @@ def test_senseless_arguments_of_mixers(arguments, message, capsys):
     [
         (
             "--mixer mamba2 --mesh tp=8",
-            "preset tiny has Mamba-2 heads: 4, which does not divide by 8 (tp of --mesh tp=8)",
+            "--mixer mamba2 has heads: 4, which does not divide by 8 (tp of --mesh tp=8)",
         ),
         ("--mixer hybrid --mesh cp=3", "--seq-len is 128, which does not divide by 3 (cp of --mesh cp=3)"),
     ],
@@ -68,19 +68,21 @@ def test_which_layers_have_attention(mixer, layers):
     model = config.parse(["--mixer", mixer, "--layers", str(layers)], "tiny").model
     shapes = jax.eval_shape(GPT(model, max_len=16).init, jax.random.key(0), jnp.zeros((1, 16), jnp.int32))["params"]
     shapes = nn.meta.unbox(shapes)
-    kind = lambda block: "attention" if "attention" in block["TransformerLayer_0"] else "mamba"
+    other = "delta" if "delta" in mixer else "mamba"
+    kind = lambda block: next(name for name in ("attention", "mamba", "delta") if name in block["TransformerLayer_0"])
     behind = [kind(shapes[f"layer_{i}"]) for i in range(layers) if f"layer_{i}" in shapes]
     scanned = shapes.get("layers", {})
-    if mixer == "hybrid":
+    if "hybrid" in mixer:
         found = [kind(scanned[f"layer_{i}"]) for i in range(len(scanned))] + behind
-        assert found == ["attention" if i % 4 == 1 else "mamba" for i in range(layers)]
+        assert found == ["attention" if i % 4 == 1 else other for i in range(layers)]
     else:
         found = [kind(scanned)] * layers
-        assert found == ["attention" if mixer == "attention" else "mamba"] * layers and not behind
+        assert found == ["attention" if mixer == "attention" else other] * layers and not behind
     assert model.layers_with_attention == found.count("attention")
     sizes = {jax.tree_util.keystr(path): leaf.size for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
     weights = sum(size for path, size in sizes.items() if "kernel" in path and "conv" not in path)
-    scans = found.count("mamba") * 2 * 2 * model.hidden * model.ssm.state if model.ssm else 0
+    scans = found.count(other) * 2 * model.hidden * model.ssm.state if model.ssm else 0
+    scans *= 3 if other == "delta" else 2
     assert flops.per_token(model, seq_len=0) == 6 * (weights + 256 * model.hidden + scans)
 
 
@@ -102,17 +104,18 @@ def test_a_sequence_that_devices_share_stays_in_order():
     tokens, targets = mesh.Feed(devices, 2, balanced=False)(windows)
     np.testing.assert_array_equal(tokens, windows[:, :-1]), np.testing.assert_array_equal(targets, windows[:, 1:])
     balanced = lambda mixer: GPT(config.parse(["--mixer", mixer], "tiny").model, max_len=8, cp=2).balanced
-    assert [balanced(mixer) for mixer in config.MIXERS] == [True, False, False]
+    assert [balanced(mixer) for mixer in config.MIXERS] == [True] + [False] * 4
 
 
-def test_a_hybrid_trains(tmp_path):
+@pytest.mark.parametrize(("mixer", "name"), [("hybrid", "mamba"), ("gated-delta-hybrid", "delta")])
+def test_a_hybrid_trains(tmp_path, mixer, name):
     """In FP8; generate.py reads its checkpoint."""
-    code, results, _ = train(tmp_path, "--mixer", "hybrid", "--layers", "2", "--eval-every", "0", "--dropout", "0")
+    code, results, _ = train(tmp_path, "--mixer", mixer, "--layers", "2", "--eval-every", "0", "--dropout", "0")
     losses = np.array(results["runs"]["fp8"]["losses"])[:, 1]
     assert code == 0 and losses[-1] < losses[0] - 0.5, "the loss does not fall"
     model, variables, _ = generate.load(tmp_path / "fp8", bf16=False)
-    assert model.config.ssm == config.MIXERS["hybrid"]
-    assert all("mamba" in variables[name]["layer_0"]["TransformerLayer_0"] for name in ("params", "fp8_metas"))
+    assert model.config.ssm == config.MIXERS[mixer]
+    assert all(name in variables[kind]["layer_0"]["TransformerLayer_0"] for kind in ("params", "fp8_metas"))
 
 
 def results_of(path, mixer, recipe, precisions, first, last=200):

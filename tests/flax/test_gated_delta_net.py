@@ -1,4 +1,4 @@
-"""GatedDeltaNet against one token after the other: gradients, segments, the cache, FP8, adapters, NNX, meshes, errors."""
+"""GatedDeltaNet against one token after the other: gradients, segments, caches, FP8, adapters, NNX, a mesh, errors."""
 
 from functools import partial
 
