@@ -58,7 +58,7 @@ PAGES = (
     Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType")}),
     Page("flax-dense", "te_jax.flax", {"": ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm")}),
     Page("flax-attention", "te_jax.flax", {
-        "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "Mamba2"),
+        "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "Mamba2", "GatedDeltaNet"),
     }),
     Page("flax-experts", "te_jax.flax", {"": ("MoEBlock", "update_expert_bias")}),
     Page("flax-head", "te_jax.flax", {"": ("LMHead", "RelativePositionBiases")}),
@@ -78,7 +78,7 @@ PAGES = (
         "Modules": (
             *("TransformerLayer", "DenseGeneral", "Linear", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm"),
             *("RMSNorm", "MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "MoEBlock", "LMHead"),
-            *("RelativePositionBiases", "DotGeneral", "Mamba2", "Layer", ...),
+            *("RelativePositionBiases", "DotGeneral", "Mamba2", "GatedDeltaNet", "Layer", ...),
         ),
         "Training steps": ("value_and_grad",),
         "State": ("Fp8State", "ExpertBias", "Loss", "convert_fp8_state", "from_linen", "to_linen"),

@@ -43,7 +43,9 @@ def test_every_field_has_a_sentence_and_every_sentence_a_field():
 
 def test_defaults_are_of_their_kinds():
     needs = dict(features=8, head_dim=8, num_attention_heads=2, num_buckets=8, max_distance=20)
-    needs |= dict(ssm_num_heads=2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8)
+    needs |= dict(
+        ssm_num_heads=2, linear_num_value_heads=2, kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8
+    )
     for cls in field_table.MODULES:
         names = [f.name for f in field_table.fields_of(cls)]
         _fields.check_fields(cls(**{name: value for name, value in needs.items() if name in names}, parent=None))

@@ -27,6 +27,7 @@ SHARED_NAMES = {
         "DenseGeneral",
         "DotGeneral",
         "DotProductAttention",
+        "GatedDeltaNet",
         "LMHead",
         "LayerNorm",
         "LayerNormDenseGeneral",

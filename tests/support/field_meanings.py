@@ -22,6 +22,16 @@ MEANINGS = {
     "ssm_head_dim": "p, the channels of a head of the scan",
     "ssm_state_size": "n, the numbers of state for each channel",
     "ssm_num_groups": "g: heads of a group share B and C",
+    "linear_num_value_heads": "h, the number of states, and of heads of values",
+    "linear_num_key_heads": "g, the number of heads of queries and keys: heads of values share them. None is "
+    "`linear_num_value_heads`",
+    "linear_key_head_dim": "d, the channels of a head of queries and keys",
+    "linear_value_head_dim": "e, the channels of a head of values",
+    "gate": 'What fades by itself: the state of a "head", as in Qwen3-Next, or each "channel" of its keys, as in Kimi '
+    "Linear, where the gate of the norm is a sigmoid",
+    "gate_rank": 'The channels between the two projections of each gate of `gate="channel"`. None is '
+    "`linear_value_head_dim`",
+    "allow_neg_eigval": "A token corrects the state by up to 2 instead of up to 1, so that the state can turn around",
     "conv_width": "w, the tokens that a convolution sees, its own among them",
     "use_conv_bias": "Adds biases after the convolutions",
     "time_step_min": "The least step with which a head begins",
@@ -33,8 +43,12 @@ MEANINGS = {
     "Mamba2.kernel_init": _INIT_OF.format("each weight") + ". None is a normal, scaled by fan-in",
     "Mamba2.zero_centered_gamma": "The norm multiplies by 1 + `scale` instead of `scale`; the gated norm multiplies by "
     "`norm_scale` as it is",
-    "TransformerLayer.zero_centered_gamma": "Norms multiply by 1 + `scale` instead of `scale`; Mamba2's gated norm "
+    "TransformerLayer.zero_centered_gamma": "Norms multiply by 1 + `scale` instead of `scale`; the gated norms of "
+    "Mamba2 and GatedDeltaNet multiply by `norm_scale` as it is",
+    "GatedDeltaNet.kernel_init": _INIT_OF.format("each weight") + ". None is a normal, scaled by fan-in",
+    "GatedDeltaNet.zero_centered_gamma": "The norm multiplies by 1 + `scale` instead of `scale`; the gated norm "
     "multiplies by `norm_scale` as it is",
+    "GatedDeltaNet.input_layernorm": "Puts a norm on the inputs, which all projections read",
     "Mamba2.input_layernorm": "Puts a norm on the inputs, which all projections read",
     "kv_channels": "The channels of a head. None is `hidden_size / num_attention_heads`",
     "axis": "The contracted axes of the input: the last ones, in order",
@@ -123,7 +137,8 @@ MEANINGS = {
     "attn_logit_softcap": "c: scaled logits x become c * tanh(x / c). Plain JAX computes that, with s x t "
     "logits in memory",
     "attn_logit_scale": "Multiplies the logits of attention instead of 1 / sqrt(d). None: as scale_attn_logits says",
-    "residual_multiplier": "Multiplies what attention, Mamba2, the MLP or experts give, before the residual is added",
+    "residual_multiplier": "Multiplies what attention or another mixer, the MLP or experts give, before the residual "
+    "is added",
     "context_checkpoint_name": "The name of the output for `jax.checkpoint` policies",
     "fuse_qkv_params": "One parameter for queries, keys and values (cross-attention and grouped queries: for keys and "
     "values). False has three",
@@ -171,7 +186,9 @@ MEANINGS = {
     "parallel_shared_layernorm": "The MLP reads the norm of attention, as in GPT-J and Falcon 7B",
     "post_norms": "A norm also after attention and after the MLP, as in Gemma 2",
     "ssm": "Puts a `Mamba2` of these fields, such as `dict(ssm_num_heads=8)`, instead of self-attention",
-    "sublayers": 'What the layer has: "mixer" is only attention or Mamba2, "mlp" only the MLP or the experts',
+    "delta": "Puts a `GatedDeltaNet` of these fields, such as `dict(linear_num_value_heads=8)`, instead of "
+    "self-attention",
+    "sublayers": 'What the layer has: "mixer" is only attention or another mixer, "mlp" only the MLP or the experts',
     "moe": "Puts a mixture of experts of these fields, such as `dict(num_experts=8)`, instead of the MLP",
     # experts
     "num_experts": "E, the number of experts",

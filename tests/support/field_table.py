@@ -27,6 +27,7 @@ MODULES = [
         "MultiHeadAttention",
         "MultiHeadLatentAttention",
         "Mamba2",
+        "GatedDeltaNet",
         "RelativePositionBiases",
         "DotGeneral",
         "TransformerLayer",

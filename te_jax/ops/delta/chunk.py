@@ -15,7 +15,7 @@ from te_jax.ops.ssm.chunks import Runs, Sight, dot, sums_between
 
 CHUNK = 64
 """Tokens."""
-_BLOCK = 16  # tokens whose decays by channels are multiplied pair by pair
+_PAIRED = 16  # tokens whose decays by channels are multiplied pair by pair
 L2_EPSILON = 1e-6
 """Added to the sum of squares, as public models have it."""
 
@@ -44,7 +44,7 @@ def of_chunk(
 
     read = lambda a: dot("bhld,bhde->bhle", a * since, state)  # what the state says of keys or queries
     q = q * scale
-    of_queries, of_keys = _scores(jnp.stack([q, k]), k, logs, sight.seen)
+    of_queries, of_keys = _seen_products(jnp.stack([q, k]), k, logs, sight.seen)
     behind = jnp.tril(jnp.ones(of_keys.shape[-2:], bool), -1)
     solve = inverse(jnp.where(behind, beta * of_keys, 0))
     written = dot("bhij,bhje->bhie", solve, beta * (v - read(k)))
@@ -66,27 +66,27 @@ def _decay(logs, where):
     return jnp.exp(logs if where is None else jnp.where(where, logs, -jnp.inf))
 
 
-def _scores(a, k, logs, seen):
+def _seen_products(a, k, logs, seen):
     """a [n, b, h, l, d], k [b, h, l, d] -> [n, b, h, l, l]: of the products of a token of a and a token of k that it
     sees what the gates between them leave."""
     if logs.shape[-1] == 1:
         within = _decay(sums_between(logs[..., 0]), seen)
         return dot("nbhid,bhjd->nbhij", a, k) * within
-    return jnp.where(seen, _scores_by_channels(a, k, logs), 0)
+    return jnp.where(seen, _products_by_channels(a, k, logs), 0)
 
 
-def _scores_by_channels(a, k, logs):
-    """`_scores` where each channel decays by itself, 0 where j is behind i.
+def _products_by_channels(a, k, logs):
+    """`_seen_products` where each channel decays by itself, 0 where j is behind i.
 
     exp of the sum from j to i has a channel of its own for each pair of tokens. Between blocks it is split where i's
     block begins, so that a factor of each token is left, at most 1 both: where one of them is 0 in f32 their product
     is. Within a block of 16 tokens it is computed for each pair.
     """
     length = a.shape[-2]
-    pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -length % _BLOCK), (0, 0)])
-    a, k, logs = (x.reshape(*x.shape[:-2], -1, _BLOCK, x.shape[-1]) for x in map(pad, (a, k, logs)))
+    pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -length % _PAIRED), (0, 0)])
+    a, k, logs = (x.reshape(*x.shape[:-2], -1, _PAIRED, x.shape[-1]) for x in map(pad, (a, k, logs)))
     count, columns = logs.shape[-3], lambda x: jnp.swapaxes(x, -1, -2)
-    at = jnp.arange(_BLOCK)
+    at = jnp.arange(_PAIRED)
     pairs = _decay(sums_between(columns(logs)), at[:, None] >= at[None])
     within = dot("nbhqid,bhqdij->nbhqij", a, columns(k)[..., None, :] * pairs)
     since = a * jnp.exp(jnp.cumsum(logs, -2))
@@ -99,7 +99,7 @@ def _scores_by_channels(a, k, logs):
     between = dot("nbhqid,bhqpjd->nbhqipj", since, keys)
     own = (at[:, None] == at[None])[:, None, :, None]
     scores = jnp.where(own, within[..., None, :], between)
-    return scores.reshape(*scores.shape[:3], count * _BLOCK, count * _BLOCK)[..., :length, :length]
+    return scores.reshape(*scores.shape[:3], count * _PAIRED, count * _PAIRED)[..., :length, :length]
 
 
 @jax.custom_jvp
@@ -112,7 +112,7 @@ def inverse(a: jax.Array) -> jax.Array:
     while size < a.shape[-1]:
         same = lambda size: at[:, None] // size == at[None] // size
         below = jnp.where(same(2 * size) & ~same(size), a, 0)
-        out = out - (below if size == 1 else _product(_product(out, below), out))
+        out = out - (below if size == 1 else _matmul(_matmul(out, below), out))
         size *= 2
     return out
 
@@ -120,8 +120,8 @@ def inverse(a: jax.Array) -> jax.Array:
 @inverse.defjvp
 def _inverse_jvp(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
     out = inverse(*primals)
-    return out, -_product(_product(out, *tangents), out)
+    return out, -_matmul(_matmul(out, *tangents), out)
 
 
-def _product(a, b):
+def _matmul(a, b):
     return dot("...ij,...jk->...ik", a, b)

@@ -53,7 +53,7 @@ def _in_blocks(tree, total):
     return jax.tree.map(split, tree)
 
 
-def _reference(q, k, v, beta, gate, segments, initial, *, scale, normalize, shared):
+def _plain(q, k, v, beta, gate, segments, initial, *, scale, normalize, shared):
     lead, wide = v.ndim - 3, jnp.promote_types(v.dtype, jnp.float32)
     batch, (s, h, e), d = v.shape[:lead], v.shape[lead:], q.shape[-1]
     flat = partial(one_batch, lead=lead)
@@ -80,7 +80,7 @@ def _scan_chunks(state, tokens, **options):
     return lax.scan(body, state, tokens)
 
 
-def _bwd_reference(dy, dfinal, q, k, v, beta, gate, segments, states, *, scale, normalize, shared):
+def _plain_bwd(dy, dfinal, q, k, v, beta, gate, segments, states, *, scale, normalize, shared):
     lead, s, wide = v.ndim - 3, v.shape[-3], states.dtype
     flat = partial(one_batch, lead=lead)
     blocks = _Blocks.of(Chunk(*map(flat, (q, k, v, beta, gate))), flat(segments))
@@ -107,18 +107,18 @@ def _bwd_reference(dy, dfinal, q, k, v, beta, gate, segments, states, *, scale, 
 
 
 _V, _KEYS = "b... s (g r) e", "b... s ~g d"
-_OF_TOKENS = f"q: {_KEYS}, k: {_KEYS}, v: {_V}, beta: b... s (g r), gate: b... s (g r) ~d, segments?: b... s"
-_STATE, _STATES = "b... (g r) d e", f"b... s/{KEPT} (g r) d e"
-_SHARED = {"r": lambda *, shared, **_: shared}
-_sum_type = lambda v: jnp.promote_types(v, jnp.float32)
+_OF_DELTA = f"q: {_KEYS}, k: {_KEYS}, v: {_V}, beta: b... s (g r), gate: b... s (g r) ~d, segments?: b... s"
+_DELTA_STATE, _DELTA_STATES = "b... (g r) d e", f"b... s/{KEPT} (g r) d e"
+_VALUES_OF_A_KEY = {"r": lambda *, shared, **_: shared}
+_type_of_sums = lambda v: jnp.promote_types(v, jnp.float32)
 
 gated_delta_fwd: Op = Op(
     "te_gated_delta_fwd",
-    f"{_OF_TOKENS}, initial?: {_STATE} -> y: {_V}, final?: {_STATE}, states?: {_STATES}",
+    f"{_OF_DELTA}, initial?: {_DELTA_STATE} -> y: {_V}, final?: {_DELTA_STATE}, states?: {_DELTA_STATES}",
     replicated="s r d e",
-    dtypes=lambda q, k, v, *_, **attrs: (v, _sum_type(v), _sum_type(v)),
-    reference=_reference,
-    sizes=_SHARED,
+    dtypes=lambda q, k, v, *_, **attrs: (v, _type_of_sums(v), _type_of_sums(v)),
+    reference=_plain,
+    sizes=_VALUES_OF_A_KEY,
     composed=True,
 )
 """q, k [b..., s, g, d], v [b..., s, h, e] and beta [b..., s, h] of floating types, gate [b..., s, h, 1] or [b..., s, h,
@@ -132,13 +132,13 @@ head, which then is broadcast to all, so that devices may split them.
 
 gated_delta_bwd: Op = Op(
     "te_gated_delta_bwd",
-    f"dy: {_V}, dfinal?: {_STATE}, {_OF_TOKENS}, states: {_STATES} -> dq: =q, dk: =k, dv: =v, dbeta: =beta, "
-    f"dgate: =gate, dinitial?: {_STATE}",
+    f"dy: {_V}, dfinal?: {_DELTA_STATE}, {_OF_DELTA}, states: {_DELTA_STATES} -> dq: =q, dk: =k, dv: =v, dbeta: =beta, "
+    f"dgate: =gate, dinitial?: {_DELTA_STATE}",
     replicated="s r d e",
     combine={name: "sum" for name in ("dq", "dk")},
     dtypes=lambda dy, dfinal, q, k, v, beta, gate, segments, states, **attrs: (q, k, v, beta, gate, states),
-    reference=_bwd_reference,
-    sizes=_SHARED,
+    reference=_plain_bwd,
+    sizes=_VALUES_OF_A_KEY,
     composed=True,
 )
 """The backward pass of te_gated_delta_fwd, of its operands and the states that it kept: results of the operands' types,

@@ -1,5 +1,6 @@
 """Tokens by chunks, and who of a chunk sees whom: what scans over chunks share."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -9,7 +10,7 @@ from jax import lax
 
 from te_jax.ops.ssm.runs import runs_of
 
-dot = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
+dot: Callable[..., jax.Array] = partial(jnp.einsum, precision=lax.Precision.HIGHEST)
 """`jnp.einsum` in f32."""
 
 
@@ -46,14 +47,6 @@ def sums_between(logs: jax.Array) -> jax.Array:
     """
     at = jnp.arange(logs.shape[-1])
     return jnp.cumsum(jnp.where(at[:, None] > at[None], logs[..., None], 0), -2)
-
-
-def only(a: jax.Array, tokens: jax.Array | None, axis: int) -> jax.Array:
-    """a [b, ...], 0 but for these, bool[b, l], where `axis` is their axis of a, or bool[b]; None: a as it is."""
-    if tokens is None:
-        return a
-    at = (0, axis) if tokens.ndim == 2 else (0,)
-    return jnp.where(jnp.expand_dims(tokens, tuple(i for i in range(a.ndim) if i not in at)), a, 0)
 
 
 def to_chunks(a: Any, length: int, total: int | None = None) -> Any:

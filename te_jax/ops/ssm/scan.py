@@ -18,7 +18,7 @@ from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import kernels
-from te_jax.ops.ssm.chunks import Runs, Sight, dot, only, runs_of_chunks, sums_between, to_chunks, tokens_of
+from te_jax.ops.ssm.chunks import Runs, Sight, dot, runs_of_chunks, sums_between, to_chunks, tokens_of
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.kernels import KEPT
 from te_jax.ops.ssm.runs import one_batch
@@ -77,16 +77,24 @@ def _of_chunk(A, D, state, chunk, runs):
     added = x * of_groups(steps)[..., None]
     scores = dot("blgn,bmgn->bglm", C, B)
     y = dot("bgrlm,bgrmp->bgrlp", scores[:, :, None] * within, added)
-    of_state = dot("blgn,bgrpn->bgrlp", only(C, left.sees_state, 1), old) * since[..., None]
-    y = y + only(of_state, left.sees_state, 3)
-    kept, B = only(added * within[..., -1, :, None], left.is_seen, 3), only(B, left.is_seen, 1)
+    of_state = dot("blgn,bgrpn->bgrlp", _only(C, left.sees_state, 1), old) * since[..., None]
+    y = y + _only(of_state, left.sees_state, 3)
+    kept, B = _only(added * within[..., -1, :, None], left.is_seen, 3), _only(B, left.is_seen, 1)
     old = old * since[..., -1, None, None]
-    old = old if left.sees_state is None else only(old, left.sees_state[:, -1], 1)
+    old = old if left.sees_state is None else _only(old, left.sees_state[:, -1], 1)
     new = old + dot("bgrlp,blgn->bgrpn", kept, B)
     y = jnp.swapaxes(lax.collapse(y, 1, 3), 1, 2)
     y = y if D is None else y + as_rank(D, x32.ndim) * x32
     y = y if chunk.z is None else y * silu(chunk.z.astype(wide))
     return y.astype(chunk.x.dtype), new.reshape(state.shape)
+
+
+def _only(a, tokens, axis):
+    """a [b, ...], 0 but for these, bool[b, l], where `axis` is their axis of a, or bool[b]; None: a as it is."""
+    if tokens is None:
+        return a
+    at = (0, axis) if tokens.ndim == 2 else (0,)
+    return jnp.where(jnp.expand_dims(tokens, tuple(i for i in range(a.ndim) if i not in at)), a, 0)
 
 
 def _length(s):
