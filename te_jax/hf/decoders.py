@@ -3,6 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from te_jax.core.check import BOOL, NONE, STRING, number
@@ -36,8 +37,8 @@ from te_jax.hf.words import LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, unuse
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size
 
-_ONE = Size(1, 1, 1, 1, groups=1)  # each size is a word's
-_WITH_EXPERTS = replace(_ONE, experts=1, topk=1)
+ONE = Size(1, 1, 1, 1, groups=1)  # each size is a word's
+_WITH_EXPERTS = replace(ONE, experts=1, topk=1)
 
 # -- Llama, Mistral, Qwen ---------------------------------------------------------------------------------------
 
@@ -53,13 +54,11 @@ _LLAMA = (
     rotary(),
 )
 _OF_LLAMA = (divides("num_key_value_heads", "num_attention_heads"), even_width)
-_NO_BIAS = fixed("attention_bias", False)
-_ALL_ALIKE = types_of_layers(
-    lambda said, i: "full_attention" if said["sliding_window"] is None else "sliding_attention"
-)
+NO_BIAS = fixed("attention_bias", False)
+ALL_ALIKE = types_of_layers(lambda said, i: "full_attention" if said["sliding_window"] is None else "sliding_attention")
 _UNUSED_WINDOW = (fixed("use_sliding_window", False), unused("sliding_window", NONE | SIZE, 4096))
 _TYPES_OF_QWEN = replace(LAYER_TYPES, theirs=lambda c: ["full_attention"] * c.num_layers)
-_QK_NORMS = (epsilon("rms_norm_eps", "qk_norm_eps"), _NO_BIAS)
+QK_NORMS = (epsilon("rms_norm_eps", "qk_norm_eps"), NO_BIAS)
 _CHOSEN = Word("num_experts_per_tok", SIZE, to=("layer/moe/num_experts_per_tok",))
 _OF_MIXTRAL_EXPERTS = (Word("num_local_experts", SIZE, also=("num_experts",), to=("layer/moe/num_experts",)), _CHOSEN)
 _QWEN_EXPERTS = (
@@ -80,40 +79,47 @@ _QWEN_EXPERTS = (
 )
 
 
-def _feed_forward_rules(c: ModelConfig, norm: str) -> list[TensorRule]:
-    """The MLP, or the experts, of a Llama, with the norm in front."""
-    layer, ours, stack, moe = "model.layers.{i}", LAYER, "layers", c.layer.get("moe")
-    if not moe:
-        made = rules.norm_rules(f"{ours}/mlp", f"{layer}.{norm}", False, stack)
-        return made + rules.swiglu_rules(f"{ours}/mlp", f"{layer}.mlp", stack)
-    where, names = _NAMES_OF_EXPERTS[c.family]
-    made = rules.norm_rules(f"{ours}/moe", f"{layer}.{norm}", False, stack)
-    return made + rules.expert_rules(f"{ours}/moe", f"{layer}.{where}", names, moe["num_experts"], stack)
+_EXPERTS_OF_QWEN = "mlp", rules.SWIGLU  # where they are, and the names of gate, up and down
+_EXPERTS_OF_MIXTRAL = "block_sparse_moe", ("w1", "w3", "w2")
 
 
-_NAMES_OF_EXPERTS = {  # family -> where they are, and the names of gate, up and down
-    "mixtral": ("block_sparse_moe", ("w1", "w3", "w2")),
-    "qwen3_moe": ("mlp", rules.SWIGLU),
-}
-
-
-def _llama_rules(c: ModelConfig, norm: str = "post_attention_layernorm") -> list[TensorRule]:
-    """norm: what the norm in front of the MLP is called."""
-    fused, stack, ours, own = joins_qkv(c), "layers", LAYER, "model.layers.{i}.self_attn"
-    first = f"{ours}/attention/{'qkv' if fused else 'query'}"
-    bias = bool(c.layer.get("use_bias"))
+def attention_of_llama(c: ModelConfig) -> list[TensorRule]:
+    """Embedding, head, last norm and attention, with the norms of queries and keys."""
+    fused, stack, ours, own = joins_qkv(c), "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
     names = [f"{own}.{name}_proj" for name in "qkvo"]
-    made = [
-        *tables(c, "model.embed_tokens.weight"),
-        *rules.norm_rules("final_norm", "model.norm", False),
-        *rules.norm_rules(first, "model.layers.{i}.input_layernorm", False, stack),
-        *rules.attention_rules(f"{ours}/attention", *names, fused=fused, bias=bias, out_bias=False, stack=stack),
-        *_feed_forward_rules(c, norm),
-    ]
-    if c.layer.get("qk_norm_type"):
-        for name in "qk":
-            made += rules.norm_rules(f"{ours}/attention/{name}_norm", f"{own}.{name}_norm", False, stack)
-    return made + ([rules.zero_rule(f"{ours}/mlp/{name}_bias", stack) for name in ("wi", "wo")] if bias else [])
+    made = tables(c, "model.embed_tokens.weight") + rules.norm_rules("final_norm", "model.norm", False)
+    if c.layer.get("pre_norms", True):
+        first = f"{ours}/{'qkv' if fused else 'query'}"
+        made += rules.norm_rules(first, "model.layers.{i}.input_layernorm", False, stack)
+    bias = dict(bias=bool(c.layer.get("use_bias")), out_bias=False)
+    made += rules.attention_rules(ours, *names, fused=fused, **bias, stack=stack)
+    for name in "qk" if c.layer.get("qk_norm_type") else "":
+        made += rules.norm_rules(f"{ours}/{name}_norm", f"{own}.{name}_norm", False, stack)
+    return made
+
+
+def llama_rules(
+    c: ModelConfig,
+    norm: str | None = "post_attention_layernorm",
+    experts: tuple[str, tuple[str, ...]] = _EXPERTS_OF_QWEN,
+) -> list[TensorRule]:
+    """norm: what the norm in front of the MLP, or the experts, is called; None: there is none."""
+    layer, stack, moe = "model.layers.{i}", "layers", c.layer.get("moe")
+    ours = f"{LAYER}/{'moe' if moe else 'mlp'}"
+    made = attention_of_llama(c) + ([] if norm is None else rules.norm_rules(ours, f"{layer}.{norm}", False, stack))
+    if moe:
+        where, names = experts
+        return made + rules.expert_rules(ours, f"{layer}.{where}", names, moe["num_experts"], stack)
+    made += rules.swiglu_rules(ours, f"{layer}.mlp", stack)
+    zeros = ("wi", "wo") if c.layer.get("use_bias") else ()
+    return made + [rules.zero_rule(f"{ours}/{name}_bias", stack) for name in zeros]
+
+
+def post_norm_rules() -> list[TensorRule]:
+    """Norms behind attention and the MLP."""
+    names = {"attention": "post_attention", "mlp": "post_feedforward"}
+    of = {f"{LAYER}/post_{path}_norm": f"model.layers.{{i}}.{name}_layernorm" for path, name in names.items()}
+    return [rule for path, name in of.items() for rule in rules.norm_rules(path, name, False, "layers")]
 
 
 # -- Gemma 2 ----------------------------------------------------------------------------------------------------
@@ -157,27 +163,23 @@ _GEMMA2 = (
     Word("attn_logit_softcapping", NONE | number(above=0), to=("layer/attn_logit_softcap",)),
     Word("final_logit_softcapping", NONE | number(above=0), to=("logit_softcap",)),
     fixed("hidden_activation", "gelu_pytorch_tanh"),
-    _NO_BIAS,
+    NO_BIAS,
     fixed("use_bidirectional_attention", False, None, default=None),
 )
 
 
-def _gemma2_rules(c):
+def gemma_rules(c: ModelConfig) -> list[TensorRule]:
     """The names of Llama's, but that `post_attention_layernorm` is a norm behind attention."""
-    made = _llama_rules(c, norm="pre_feedforward_layernorm")
-    for path, name in (("attention", "post_attention"), ("mlp", "post_feedforward")):
-        names = f"{LAYER}/post_{path}_norm", f"model.layers.{{i}}.{name}_layernorm"
-        made += rules.norm_rules(*names, False, "layers")
-    return made
+    return llama_rules(c, norm="pre_feedforward_layernorm") + post_norm_rules()
 
 
-def _of_llama(
+def of_llama(
     name: str,
     architecture: str,
     base: ModelConfig,
     *words: Word,
     checks: tuple[Check, ...] = (ALL_SEE_ALL,),
-    tensors: Callable[[ModelConfig], list[TensorRule]] = _llama_rules,
+    tensors: Callable[[ModelConfig], list[TensorRule]] = llama_rules,
     **defaults: Any,
 ) -> Family:
     """A family with the words of a Llama, and these. defaults: of transformers' class, where not all of these have
@@ -201,39 +203,40 @@ def _of_llama(
 _OF_MISTRAL = dict(vocab_size=32000, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072)
 _OF_QWEN = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
 DECODERS = (
-    _of_llama(
+    of_llama(
         "llama",
         "LlamaForCausalLM",
-        families.llama(_ONE),
-        *(DROPOUT_OR_NULL, _NO_BIAS, NO_WINDOW, fixed("mlp_bias", False)),
+        families.llama(ONE),
+        *(DROPOUT_OR_NULL, NO_BIAS, NO_WINDOW, fixed("mlp_bias", False)),
         vocab_size=32000,
         intermediate_size=11008,
         max_position_embeddings=2048,
     ),
-    _of_llama(
+    of_llama(
         "mistral",
         "MistralForCausalLM",
-        families.mistral(_ONE, window=None),
+        families.mistral(ONE, window=None),
         window(),
-        checks=(_ALL_ALIKE,),
+        checks=(ALL_ALIKE,),
         sliding_window=4096,
         **_OF_MISTRAL,
     ),
-    _of_llama("qwen2", "Qwen2ForCausalLM", families.qwen2(_ONE), *_UNUSED_WINDOW, _TYPES_OF_QWEN, **_OF_QWEN),
-    _of_llama(
+    of_llama("qwen2", "Qwen2ForCausalLM", families.qwen2(ONE), *_UNUSED_WINDOW, _TYPES_OF_QWEN, **_OF_QWEN),
+    of_llama(
         "qwen3",
         "Qwen3ForCausalLM",
-        families.qwen3(_ONE),
-        *(*_UNUSED_WINDOW, *_QK_NORMS, _TYPES_OF_QWEN, head_dim(may_be=SIZE)),
+        families.qwen3(ONE),
+        *(*_UNUSED_WINDOW, *QK_NORMS, _TYPES_OF_QWEN, head_dim(may_be=SIZE)),
         head_dim=128,
         **_OF_QWEN,
     ),
-    _of_llama(
+    of_llama(
         "mixtral",
         "MixtralForCausalLM",
         families.mixtral(_WITH_EXPERTS),
         *(window(), *_OF_MIXTRAL_EXPERTS, fixed("router_jitter_noise", 0.0)),
-        checks=(_ALL_ALIKE, at_most("num_experts_per_tok", "num_local_experts")),
+        checks=(ALL_ALIKE, at_most("num_experts_per_tok", "num_local_experts")),
+        tensors=partial(llama_rules, experts=_EXPERTS_OF_MIXTRAL),
         sliding_window=None,
         rms_norm_eps=1e-5,
         rope_parameters=1_000_000.0,
@@ -241,23 +244,23 @@ DECODERS = (
         num_experts_per_tok=2,
         **_OF_MISTRAL,
     ),
-    _of_llama(
+    of_llama(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         families.qwen3(_WITH_EXPERTS),
-        *(*_UNUSED_WINDOW, *_QK_NORMS, *_QWEN_EXPERTS),
+        *(*_UNUSED_WINDOW, *QK_NORMS, *_QWEN_EXPERTS),
         checks=(ALL_SEE_ALL, at_most("num_experts_per_tok", "num_experts")),
         num_experts=128,
         num_experts_per_tok=8,
         **_OF_QWEN | dict(hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4, intermediate_size=6144),
     ),
-    _of_llama(
+    of_llama(
         "gemma2",
         "Gemma2ForCausalLM",
-        families.gemma2(replace(_ONE, head_dim=1), query_scalar=1.0),
+        families.gemma2(replace(ONE, head_dim=1), query_scalar=1.0),
         *_GEMMA2,
         checks=(_scalar_is_width, types_of_layers(lambda said, i: _type_of_gemma2(i))),
-        tensors=_gemma2_rules,
+        tensors=gemma_rules,
         vocab_size=256000,
         hidden_size=2304,
         intermediate_size=9216,

@@ -87,7 +87,7 @@ _OF_DEEPSEEK = words_of(
     _NEXT,
     LAYER_TYPES,
     NO_WINDOW,
-    rotary("layer/mscale", types=("default", "yarn")),
+    rotary("mscale", types=("default", "yarn of latents")),
     vocab_size=129280,
     hidden_size=7168,
     num_hidden_layers=_LAYERS,

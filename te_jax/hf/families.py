@@ -4,7 +4,10 @@ from te_jax.hf.decoders import DECODERS
 from te_jax.hf.deepseek import DEEPSEEK_V3
 from te_jax.hf.encoders import ENCODERS
 from te_jax.hf.gpt import GPTS
-from te_jax.hf.granite import GRANITE_HYBRID
+from te_jax.hf.granite import GRANITE, GRANITE_HYBRID
 from te_jax.hf.nemotron import NEMOTRON_H
+from te_jax.hf.smollm import SMOLLM3
 
-FAMILIES = {family.name: family for family in (*DECODERS, *GPTS, DEEPSEEK_V3, GRANITE_HYBRID, NEMOTRON_H, *ENCODERS)}
+_LIKE_LLAMA = (*DECODERS, SMOLLM3, GRANITE)
+_OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GRANITE_HYBRID, NEMOTRON_H)
+FAMILIES = {family.name: family for family in (*_LIKE_LLAMA, *_OTHER_DECODERS, *ENCODERS)}

@@ -5,6 +5,7 @@ from typing import Any
 
 from te_jax.core.check import BOOL, NONE, integer, number, one_of
 from te_jax.hf import rules
+from te_jax.hf.decoders import NO_BIAS, of_llama
 from te_jax.hf.family import (
     DECODER,
     DROPOUT_OR_NULL,
@@ -62,6 +63,19 @@ def _inner_width(said: Said) -> int:
     return said["mamba_expand"] * said["hidden_size"] // said["mamba_n_heads"]
 
 
+_MULTIPLIERS = (
+    Word("embedding_multiplier", number(above=0), 1.0, to=("embedding_scale",)),
+    Word("attention_multiplier", number(above=0), 1.0, to=("layer/attn_logit_scale",)),
+    Word("residual_multiplier", number(above=0), 1.0, to=("layer/residual_multiplier",)),
+    Word(
+        "logits_scaling",
+        number(least=2**-100),
+        1.0,
+        to=("output_scale",),
+        ours=lambda said: (1 / said["logits_scaling"],),
+        theirs=lambda c: float(f"{1 / c.output_scale:.15g}"),  # so that what was read is written again
+    ),
+)
 _OF_GRANITE = words_of(
     *DECODER,
     GROUPS,
@@ -92,17 +106,7 @@ _OF_GRANITE = words_of(
         theirs=lambda c: "rope" if c.layer["enable_rotary_pos_emb"] else "nope",
     ),
     rotary(types=("default",)),
-    Word("embedding_multiplier", number(above=0), 1.0, to=("embedding_scale",)),
-    Word("attention_multiplier", number(above=0), 1.0, to=("layer/attn_logit_scale",)),
-    Word("residual_multiplier", number(above=0), 1.0, to=("layer/residual_multiplier",)),
-    Word(
-        "logits_scaling",
-        number(least=2**-100),
-        1.0,
-        to=("output_scale",),
-        ours=lambda said: (1 / said["logits_scaling"],),
-        theirs=lambda c: float(f"{1 / c.output_scale:.15g}"),  # so that what was read is written again
-    ),
+    *_MULTIPLIERS,
     Word("num_local_experts", integer(0, 2**31 - 1), 8, theirs=lambda c: _granite_experts(c).get("num_experts", 0)),
     Word(
         "num_experts_per_tok",
@@ -235,4 +239,13 @@ GRANITE_HYBRID = Family(
     _granite_rules,
     ROPE_TABLES,
     tied=head_of("model.embed_tokens"),
+)
+GRANITE = of_llama(
+    "granite",
+    "GraniteForCausalLM",
+    replace(_BASE, family="granite", layer={name: value for name, value in _BASE.layer.items() if name != "ssm"}),
+    *(NO_BIAS, NO_WINDOW, fixed("mlp_bias", False), *_MULTIPLIERS),
+    vocab_size=32000,
+    intermediate_size=11008,
+    max_position_embeddings=2048,
 )

@@ -1,18 +1,25 @@
 """RoPE in a config.json: one word that stands in several places."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from te_jax.core.check import NONE, check, integer, number, one_of, show
+from te_jax.core.check import BOOL, NONE, check, integer, number, one_of, show
 from te_jax.hf.words import ABSENT, TABLE, Said, Word, only, refuse
 from te_jax.models import ModelConfig
 from te_jax.ops.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
-_THETA, _STRETCH = number(above=1), number(least=1)
-_LENGTH = "original_max_position_embeddings"
-# rope_type -> its words: (kind, default; ABSENT: it has to be there). The length has a default of its own.
+_THETA, _STRETCH, _PART = number(above=1), number(least=1), number(above=0, most=1)
+_LENGTH, _FACTOR = "original_max_position_embeddings", "partial_rotary_factor"
+_YARN = {
+    "factor": (_STRETCH, ABSENT),
+    "beta_fast": (NONE | number(above=0), 32.0),
+    "beta_slow": (NONE | number(above=0), 1.0),
+    _LENGTH: (integer(1), None),
+}
+# rope_type, and of what attention, -> its words: (kind, default; ABSENT: it has to be there). The length has a default
+# of its own.
 TYPES: dict[str, dict[str, tuple[Any, Any]]] = {
     "default": {},
     "linear": {"factor": (_STRETCH, ABSENT)},
@@ -22,19 +29,24 @@ TYPES: dict[str, dict[str, tuple[Any, Any]]] = {
         "high_freq_factor": (number(above=0), ABSENT),
         _LENGTH: (integer(1), None),
     },
-    "yarn": {
-        "factor": (_STRETCH, ABSENT),
-        "beta_fast": (NONE | number(above=0), 32.0),
-        "beta_slow": (NONE | number(above=0), 1.0),
+    "yarn": _YARN
+    | {
+        "attention_factor": (NONE | number(above=0), None),
+        "truncate": (BOOL, True),
+        "mscale": (only(None), None),
+        "mscale_all_dim": (only(None), None),
+    },
+    "yarn of latents": _YARN
+    | {
         "mscale": (NONE | number(least=0), 0.0),
         "mscale_all_dim": (NONE | number(least=0), 0.0),
         "attention_factor": (only(None), None),
         "truncate": (only(True), True),
-        _LENGTH: (integer(1), None),
     },
 }
 _SCALINGS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _OTHER_NAMES = {_LENGTH: "original_max_position"}  # words that fields have other names than
+_FIELDS = ("rotary_pos_emb_windows", "rotary_pos_emb_scaling")
 
 
 @dataclass(frozen=True)
@@ -44,9 +56,11 @@ class Rotary(Word):
 
     default: The base where none is said.
     types:   Of `TYPES`.
+    part:    The share of a head's channels that turn, where none is said; None: all do.
     """
 
     types: tuple[str, ...] = ("default", "linear", "llama3")
+    part: float | None = None
 
     def value(self, where: str, said: Said) -> dict[str, Any]:
         """The words of its type, and no others."""
@@ -58,51 +72,151 @@ class Rotary(Word):
         for key, value in table.items():
             if isinstance(value, Mapping):
                 refuse(where, f"{name}[{key!r}]", value, "te_jax reads one RoPE for all layers")
-        inside = f"{where}: {name}"
+        return self._made(where, name, table, said, self.default)
+
+    def _made(self, where: str, name: str, table: Mapping[str, Any], said: Said, default: float) -> dict[str, Any]:
+        """The words of the dict `name`, and what stands outside. default: of the base."""
+        found, inside = said.found, f"{where}: {name}"
+        part = only(1.0, None) if self.part is None else _PART
         for at, words in ((where, found), (inside, table)):
-            check(at, "rope_theta", words.get("rope_theta", self.default), _THETA)
-            check(at, "partial_rotary_factor", words.get("partial_rotary_factor", 1.0), only(1.0, None))
-        kind = table.get("rope_type", table.get("type", "default"))
-        check(inside, "rope_type", kind, one_of(*self.types))
-        made = dict(rope_type=kind, rope_theta=float(table.get("rope_theta", found.get("rope_theta", self.default))))
-        for word, (may_be, default) in TYPES[kind].items():
+            check(at, "rope_theta", words.get("rope_theta", default), _THETA)
+            check(at, _FACTOR, words.get(_FACTOR, 1.0), part)
+        key = table.get("rope_type", table.get("type", "default"))
+        names = {name.split()[0]: name for name in self.types}
+        check(inside, "rope_type", key, one_of(*names))
+        made = dict(rope_type=key, rope_theta=float(table.get("rope_theta", found.get("rope_theta", default))))
+        if self.part is not None:
+            made[_FACTOR] = float(table.get(_FACTOR, found.get(_FACTOR, self.part)))
+        for word, (may_be, default) in TYPES[names[key]].items():
             default = said["max_position_embeddings"] if word == _LENGTH else default
             value = found.get(word, table.get(word, default)) if word == _LENGTH else table.get(word, default)
             if value is ABSENT:
-                raise ValueError(f"{inside} has the rope_type {kind!r}, and no {word}; add it.")
+                raise ValueError(f"{inside} has the rope_type {key!r}, and no {word}; add it.")
             check(inside, word, value, may_be)
             made[word] = default if value is None else value
-        _check_pairs(inside, made)
+        _check_pairs(inside, made, names[key])
         return made
 
-    def fields(self, said: Said) -> Any:
-        """The base and scaling of frequencies and, where it has three fields, the factor of queries and keys."""
-        made = said[self.name]
-        scaling = _scaling(made)
-        factor = scaling.factor if isinstance(scaling, YarnScaling) else 1.0
-        mscale = 0.1 * made["mscale_all_dim"] * math.log(factor) + 1 if factor > 1 else 1.0
-        return zip(self.to, ((1, made["rope_theta"]), scaling, mscale)[: len(self.to)], strict=True)
+    def fields(self, said: Said) -> Iterable[tuple[str, Any]]:
+        """Those of `turning` that `to` names."""
+        made = turning(said[self.name], said["head_dim"])
+        return [(path, made[path.rsplit("/", 1)[-1]]) for path in self.to]
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
         """In the forms of today and of older readers."""
-        layer = config.layer
+        own = self._written(config.hidden_size, config.layer)
+        scaled = own["rope_type"] != "default"
+        outside = {name: own[name] for name in ("rope_theta", _FACTOR) if name in own}
+        scaling = {name: value for name, value in own.items() if name not in outside} | dict(type=own["rope_type"])
+        return dict(rope_parameters=own, rope_scaling=scaling if scaled else None, **outside)
+
+    def _written(self, hidden_size: int, layer: Mapping[str, Any]) -> dict[str, Any]:
+        """The dict of a layer with these fields."""
         base, scaling = layer["rotary_pos_emb_windows"][1], layer.get("rotary_pos_emb_scaling")
-        kind = next((kind for kind in self.types if type(scaling) is _SCALINGS.get(kind)), "default")
+        keys = {name.split()[0]: name for name in self.types}
+        kind = next((kind for kind in keys if type(scaling) is _SCALINGS.get(kind)), "default")
         if scaling is not None and kind == "default":
             raise ValueError(f"te_jax.hf: rotary_pos_emb_scaling is {scaling}, which config.json has no word for.")
-        words = [word for word in TYPES[kind] if word not in ("attention_factor", "truncate")]
-        own = {word: getattr(scaling, _OTHER_NAMES.get(word, word)) for word in words if not word.startswith("mscale")}
-        if isinstance(scaling, YarnScaling):  # of 12 digits, so that what was read is written again
+        names = {word: _OTHER_NAMES.get(word, word) for word in TYPES[keys[kind]]}
+        held = getattr(scaling, "__dataclass_fields__", ())
+        own = {word: getattr(scaling, name) for word, name in names.items() if name in held}
+        width = layer.get("kv_channels") or hidden_size // layer["num_attention_heads"]
+        if keys[kind] == "yarn":
+            own |= _written_factor(scaling, layer, width)
+        if keys[kind] == "yarn of latents":  # of 12 digits, so that what was read is written again
             log = math.log(scaling.factor)
             own |= dict.fromkeys(
                 ("mscale", "mscale_all_dim"), round((layer["mscale"] - 1) / (0.1 * log), 12) if log else 1.0
             )
-        own |= dict(rope_type=kind)
-        return dict(
-            rope_parameters=own | dict(rope_theta=base),
-            rope_theta=base,
-            rope_scaling=None if scaling is None else own | dict(type=kind),
-        )
+            del own["truncate"]
+        if self.part is not None:
+            own |= {_FACTOR: _share(layer.get("rotary_pos_emb_dim") or width, width)}
+        return own | dict(rope_type=kind, rope_theta=base)
+
+
+@dataclass(frozen=True)
+class RotaryByType(Rotary):
+    """A dict of dicts by the types of layers; older ones have `rope_scaling` of layers of the type "full_attention",
+    and bases outside.
+
+    default: {type: the base where none is said}.
+    outside: (type, the word outside of it that says the base, too).
+    """
+
+    outside: tuple[tuple[str, str], ...] = ()
+
+    def value(self, where: str, said: Said) -> dict[str, dict[str, Any]]:
+        """{type: the words of its RoPE}."""
+        found = said.found
+        for name in ("rope_parameters", "rope_scaling"):
+            check(where, name, found.get(name), NONE | TABLE)
+        tables = found.get("rope_parameters") or {}
+        for key, value in tables.items():
+            if key not in self.default:
+                refuse(where, f"rope_parameters[{key!r}]", value, f"te_jax reads a dict for each of {[*self.default]}")
+            check(f"{where}: rope_parameters", key, value, NONE | TABLE)
+        for _, word in self.outside:
+            check(where, word, found.get(word, 2.0), _THETA)
+        made = {}
+        for key, base in self.default.items():
+            table = {**(tables.get(key) or {})}
+            if key == "full_attention":
+                table |= found.get("rope_scaling") or {}
+            base = found.get(dict(self.outside).get(key, ""), base)
+            inside = Said({name: value for name, value in found.items() if name not in ("rope_theta", _LENGTH)})
+            inside |= said
+            made[key] = self._made(where, f"rope_parameters[{key!r}]", table, inside, base)
+        return made
+
+    def fields(self, said: Said) -> Iterable[tuple[str, Any]]:
+        """The word of the types of layers says them."""
+        return ()
+
+    def write(self, config: ModelConfig) -> dict[str, Any]:
+        """Of the types that the model has."""
+        made: dict[str, Any] = {}
+        for i in range(config.num_layers):
+            fields = config.fields_of_layer(i)
+            key = type_by_window(fields)
+            if key not in made:
+                made[key] = self._written(config.hidden_size, fields)
+        return dict(rope_parameters=made)
+
+
+TYPES_BY_WINDOW = ("sliding_attention", "full_attention")
+
+
+def type_by_window(fields: Mapping[str, Any]) -> str:
+    """The type of a layer with these fields, of two."""
+    return "full_attention" if fields.get("window_size") is None else "sliding_attention"
+
+
+def turning(made: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """The fields of a layer whose RoPE has these words, with heads of `width` channels."""
+    scaling, factor = _scaling(made), made.get("factor", 1.0)
+    log = 0.1 * math.log(factor) if factor > 1 else 0.0
+    stretched = made.get("attention_factor") or 1 + log  # of queries and of keys
+    part = made.get(_FACTOR, 1.0)
+    return dict(
+        rotary_pos_emb_windows=(1, made["rope_theta"]),
+        rotary_pos_emb_scaling=scaling,
+        rotary_pos_emb_dim=None if part == 1 else int(width * part),
+        mscale=(made.get("mscale_all_dim") or 0.0) * log + 1,
+        attn_logit_scale=stretched**2 / math.sqrt(width) if isinstance(scaling, YarnScaling) else None,
+    )
+
+
+def _share(turned: int, width: int) -> float:
+    """The part of a head's channels of which `turned` turn, as a number that gives them again."""
+    return next(part for part in (turned / width, math.nextafter(turned / width, 2)) if int(width * part) == turned)
+
+
+def _written_factor(scaling: Scaling, layer: Mapping[str, Any], width: int) -> dict[str, Any]:
+    """The factor of queries and keys, where it is not the one that the scaling has."""
+    held = layer.get("attn_logit_scale") or 1 / math.sqrt(width)
+    found = math.sqrt(held * math.sqrt(width))
+    log = 0.1 * math.log(scaling.factor) if scaling.factor > 1 else 0.0
+    return {} if math.isclose(found, 1 + log) else dict(attention_factor=round(found, 12))
 
 
 def _scaling(made: Mapping[str, Any]) -> Scaling | None:
@@ -111,23 +225,45 @@ def _scaling(made: Mapping[str, Any]) -> Scaling | None:
     of = _SCALINGS[made["rope_type"]]
     fields = {_OTHER_NAMES.get(word, word): value for word, value in made.items()}
     names = [name for name in of.__dataclass_fields__ if name in fields]
-    return of(**{name: fields[name] if name == _OTHER_NAMES[_LENGTH] else float(fields[name]) for name in names})
+    kept = (_OTHER_NAMES[_LENGTH], "truncate")
+    return of(**{name: fields[name] if name in kept else float(fields[name]) for name in names})
 
 
-def _check_pairs(where: str, made: Mapping[str, Any]) -> None:
+def _check_pairs(where: str, made: Mapping[str, Any], kind: str) -> None:
     """What two words of a type have to be to each other."""
     for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
         if low in made and made[low] >= made[high]:
             refuse(where, high, made[high], f"pass more than {low}={show(made[low])}")
-    if made["rope_type"] == "yarn":
+    if kind == "yarn of latents":
         if made["mscale"] != made["mscale_all_dim"]:
             refuse(where, "mscale", made["mscale"], f"te_jax reads mscale_all_dim, {made['mscale_all_dim']!r}")
         if made["factor"] > 1 and not made["mscale_all_dim"]:
             refuse(where, "mscale_all_dim", made["mscale_all_dim"], "pass more, as 0 would scale only rotary channels")
 
 
-def rotary(*extra: str, types: tuple[str, ...] = ("default", "linear", "llama3"), default: float = 10_000.0) -> Rotary:
-    """The word of RoPE. extra: a further field, the factor of queries and keys."""
-    fields = ("layer/rotary_pos_emb_windows", "layer/rotary_pos_emb_scaling", *extra)
-    also = ("rope_scaling", "rope_theta", "partial_rotary_factor", _LENGTH)
-    return Rotary("rope_parameters", NONE | TABLE, default, also=also, to=fields, types=types)
+def rotary(
+    *extra: str,
+    types: tuple[str, ...] = ("default", "linear", "llama3"),
+    default: float = 10_000.0,
+    part: float | None = None,
+) -> Rotary:
+    """The word of RoPE. extra: further fields of `turning` that it becomes."""
+    fields = tuple(f"layer/{field}" for field in (*_FIELDS, *extra))
+    also = ("rope_scaling", "rope_theta", _FACTOR, _LENGTH)
+    return Rotary("rope_parameters", NONE | TABLE, default, also=also, to=fields, types=types, part=part)
+
+
+def rotary_by_type(
+    default: Mapping[str, float], outside: Mapping[str, str], types: tuple[str, ...] = ("default", "linear", "llama3")
+) -> RotaryByType:
+    """The word of RoPE that types of layers have each of their own, and its words as of `RotaryByType`."""
+    also = ("rope_scaling", *outside.values())
+    return RotaryByType("rope_parameters", NONE | TABLE, default, also=also, types=types, outside=(*outside.items(),))
+
+
+def pairs_turn(said: Said) -> tuple[str, str] | None:
+    """RoPE turns pairs of a part of a head's channels."""
+    width = int(said["head_dim"] * said["rope_parameters"][_FACTOR])
+    if width % 2 or not width:
+        return "rope_parameters", f"{_FACTOR} of {said['head_dim']} channels gives {width}; pass a positive even number"
+    return None

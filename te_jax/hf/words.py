@@ -135,9 +135,12 @@ KEPT = tuple(
 
 
 def words_of(*declared: Word, **defaults: Any) -> tuple[Word, ...]:
-    """The words of a family: these with these defaults, a later one of a name instead of an earlier one, and what it
-    has of `KEPT`."""
-    named = {word.name: word for word in declared}
+    """The words of a family: these with these defaults, a later one of a name instead of an earlier one and in its own
+    place, and what it has of `KEPT`."""
+    named: dict[str, Word] = {}
+    for word in declared:
+        named.pop(word.name, None)
+        named[word.name] = word
     named |= {name: replace(named[name], default=default) for name, default in defaults.items()}
     known = {name for word in named.values() for name in (word.name, *word.also)}
     return (*named.values(), *(word for word in KEPT if word.name not in known))

@@ -11,6 +11,7 @@ import numpy as np
 
 from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import (
+    BOOL,
     FLOATS_ARRAY,
     INTEGERS,
     Kind,
@@ -47,7 +48,9 @@ class Scaling(KnownFields, abc.ABC):
         name = type(self).__name__
         for field in fields(self):
             value = getattr(self, field.name)
-            if not _FACTOR.accepts(value):
+            if field.type is bool:
+                check(name, field.name, value, BOOL)
+            elif not _FACTOR.accepts(value):
                 raise ValueError(f"{name}: {field.name} is {value!r}; pass a positive finite number.")
         if self.factor < 1:
             raise ValueError(f"{name}: factor is {self.factor}; pass how many times more positions, at least 1.")
@@ -108,13 +111,15 @@ class YarnScaling(Scaling):
 
     Pairs up to the one that turns beta_fast times within original_max_position keep their frequency, those from the one
     that turns beta_slow times on have it divided by factor; between them the share grows with the pair's number. Models
-    trained so have logits scaled by `mscale`**2 too, which `rope` does not do.
+    trained so have logits scaled by `mscale`**2 too, which `rope` does not do. truncate: these two numbers of pairs are
+    rounded outwards, to whole ones.
     """
 
     factor: float = 40.0
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     original_max_position: int = 4096
+    truncate: bool = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -131,10 +136,10 @@ class YarnScaling(Scaling):
     def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         turns, ratio = self.original_max_position * inv_freq[0] / (2 * np.pi), inv_freq[0] / inv_freq[1]
         pair = lambda times: math.log(turns / times) / math.log(ratio)
-        first, last = (
-            max(math.floor(pair(self.beta_fast)), 0),
-            min(math.ceil(pair(self.beta_slow)), 2 * inv_freq.size - 1),
-        )
+        first, last = pair(self.beta_fast), pair(self.beta_slow)
+        if self.truncate:
+            first, last = math.floor(first), math.ceil(last)
+        first, last = max(first, 0), min(last, 2 * inv_freq.size - 1)
         slowed = np.clip((np.arange(inv_freq.size) - first) / max(last - first, 1e-3), 0, 1)
         return inv_freq * (1 - slowed + slowed / self.factor)
 

@@ -64,15 +64,13 @@ _DEEPSEEK = dict(
         original_max_position_embeddings=16,
     ),
 )
+_MULTIPLIERS = dict(embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.3, logits_scaling=0.7)
 _GRANITE = dict(
     num_hidden_layers=3,
     shared_intermediate_size=40,
     num_local_experts=0,
     layer_types=["linear_attention", "full_attention", "linear_attention"],
-    embedding_multiplier=1.5,
-    residual_multiplier=0.6,
-    attention_multiplier=0.3,
-    logits_scaling=0.7,
+    **_MULTIPLIERS,
     mamba_n_heads=4,
     mamba_n_groups=2,
     mamba_d_head=16,
@@ -135,6 +133,15 @@ MODELS = {
             | dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=40)
         )
     ),
+    # Layers without RoPE, which see a window.
+    "smollm3": lambda: hf.SmolLM3ForCausalLM(
+        hf.SmolLM3Config(
+            **_LLAMA
+            | dict(num_hidden_layers=5, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=5)
+            | dict(pad_token_id=None, attn_implementation="eager")
+        )
+    ),
+    "granite3": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA | _MULTIPLIERS | dict(head_dim=12))),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None

@@ -203,6 +203,12 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(num_experts_per_tok=9), dict(num_experts_per_tok=0), {}),  # 1024 is no multiple of 11008
     ),
     "nemotron_h": OF_NEMOTRON,
+    "granite": (dict(attention_bias=True), dict(mlp_bias=True), dict(sliding_window=8), dict(logits_scaling=0)),
+    "smollm3": (
+        *(dict(no_rope_layers=[1] * 35), dict(layer_types=["full_attention"] * 35), dict(mlp_bias=True)),
+        *(dict(layer_types=["sliding_attention"] * 36, **words) for words in ({}, dict(sliding_window=8))),
+        *(dict(layer_types=["chunked_attention"] * 36), dict(attention_bias=True), dict(no_rope_layer_interval=0)),
+    ),
     "bert": (dict(position_embedding_type="relative_key"), dict(is_decoder=True), dict(num_attention_heads=7)),
     "t5": (
         *(dict(dense_act_fn="gelu"), dict(is_gated_act=True), dict(feed_forward_proj="gated-silu")),
@@ -255,6 +261,7 @@ CHANGED = {  # a family's words of what is changed below
     "granitemoehybrid": DEFAULT | {"shared_intermediate_size", "layer_types"},
     "nemotron_h": {"layers_block_type", "intermediate_size", "vocab_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
+    "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
     **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),
 }
 
