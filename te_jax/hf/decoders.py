@@ -140,7 +140,7 @@ def _scalar_is_width(said: Said) -> tuple[str, str] | None:
     return None
 
 
-_GEMMA2 = (
+OF_GEMMA = (
     unused("hidden_act", NONE | STRING),
     head_dim(may_be=SIZE),
     replace(GROUPS, kind=SIZE),
@@ -151,6 +151,14 @@ _GEMMA2 = (
         to=("hidden_size", "embedding_scale"),
         ours=lambda s: (s["hidden_size"], math.sqrt(s["hidden_size"])),
     ),
+    Word("attn_logit_softcapping", NONE | number(above=0), to=("layer/attn_logit_softcap",)),
+    Word("final_logit_softcapping", NONE | number(above=0), to=("logit_softcap",)),
+    fixed("hidden_activation", "gelu_pytorch_tanh"),
+    NO_BIAS,
+    fixed("use_bidirectional_attention", False, None, default=None),
+)
+_GEMMA2 = (
+    *OF_GEMMA,
     Word("query_pre_attn_scalar", number(above=0), theirs=width_of),
     Word(
         "sliding_window",
@@ -160,11 +168,6 @@ _GEMMA2 = (
         theirs=_window_of_gemma2,
     ),
     Word("layer_types", NONE | LIST_OF_NAMES, None, theirs=lambda c: [*map(_type_of_gemma2, range(c.num_layers))]),
-    Word("attn_logit_softcapping", NONE | number(above=0), to=("layer/attn_logit_softcap",)),
-    Word("final_logit_softcapping", NONE | number(above=0), to=("logit_softcap",)),
-    fixed("hidden_activation", "gelu_pytorch_tanh"),
-    NO_BIAS,
-    fixed("use_bidirectional_attention", False, None, default=None),
 )
 
 

@@ -37,24 +37,31 @@ def _all_channels(said: Said) -> int:
     return said["qk_nope_head_dim"] + said["qk_rope_head_dim"]
 
 
-def _first(said: Said) -> tuple[Any]:
+def _first_layers(said: Said) -> tuple[Any]:
     dense = min(said["first_k_dense_replace"], said["num_hidden_layers"])
     return (({"moe": None, "mlp_hidden_size": said["intermediate_size"]},) * dense,)
 
 
 def _count_of_first(c: ModelConfig) -> int:
     if c.pattern:
-        raise ValueError("te_jax.hf: a deepseek_v3 has no pattern of layers; pass ModelConfig(first=...).")
+        raise ValueError(f"te_jax.hf: a {c.family} has no pattern of layers; pass ModelConfig(first=...).")
     return min(len(c.first), c.num_layers)
 
 
 _LAYERS = 61
 _NEXT = unused("num_mtp_layers", integer(0, 1000), 1, also=("num_nextn_predict_layers",))
-_OF_DEEPSEEK = words_of(
-    *DECODER,
+# The first layers have an MLP, the others experts, some of which all tokens meet.
+DENSE_FIRST = (
     Word("intermediate_size", SIZE, 18432, theirs=lambda c: c.first[0]["mlp_hidden_size"] if c.first else ABSENT),
     Word("moe_intermediate_size", SIZE, 2048, to=("layer/mlp_hidden_size",)),
-    Word("first_k_dense_replace", integer(0, 10_000), 3, to=("first",), ours=_first, theirs=_count_of_first),
+    Word("first_k_dense_replace", integer(0, 10_000), 3, to=("first",), ours=_first_layers, theirs=_count_of_first),
+    *CHOSEN_BY_SIGMOIDS,
+    expert_word("n_shared_experts", "num_shared_experts", 1, lambda c: 0, NONE | integer(0, 1000), null=lambda said: 0),
+    _NEXT,
+)
+_OF_DEEPSEEK = words_of(
+    *DECODER,
+    *DENSE_FIRST,
     Word("num_key_value_heads", NONE | SIZE, 128, null=heads_of, theirs=lambda c: c.layer["num_attention_heads"]),
     *(
         Word(name, NONE | SIZE if name == "q_lora_rank" else SIZE, default, to=(f"layer/{name}",))
@@ -64,8 +71,6 @@ _OF_DEEPSEEK = words_of(
     Word(
         "qk_head_dim", SIZE, _all_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]
     ),
-    *CHOSEN_BY_SIGMOIDS,
-    expert_word("n_shared_experts", "num_shared_experts", 1, lambda c: 0, NONE | integer(0, 1000), null=lambda said: 0),
     # The norms of latents have it whatever the word says, and te_jax gives them the epsilon of the layer.
     Word("rms_norm_eps", only(1e-6), 1e-6, to=("layer/layernorm_epsilon",)),
     DROPOUT_OR_NULL,
@@ -84,7 +89,6 @@ _OF_DEEPSEEK = words_of(
     fixed("scoring_func", "sigmoid"),
     fixed("topk_method", "noaux_tc"),
     fixed("moe_layer_freq", 1),
-    _NEXT,
     LAYER_TYPES,
     NO_WINDOW,
     rotary("mscale", types=("default", "yarn of latents")),
@@ -147,26 +151,40 @@ def _expert_rules(c: ModelConfig) -> list[TensorRule]:
     return [*made, bias_rule(ours, f"{name}.gate", "layers")]
 
 
-def _rules(c: ModelConfig) -> list[TensorRule]:
+def dense_first_rules(c: ModelConfig) -> list[TensorRule]:
+    """The MLP of the first layers, and the experts of the others, with the norms in front."""
     dense, norm = min(len(c.first), c.num_layers), "model.layers.{i}.post_attention_layernorm"
     of_dense = rules.norm_rules(f"{LAYER}/mlp", norm, False, "layers")
     of_dense += rules.swiglu_rules(f"{LAYER}/mlp", "model.layers.{i}.mlp", "layers")
+    zeros = ("wi", "wo") if c.layer.get("use_bias") else ()
+    of_dense += [rules.zero_rule(f"{LAYER}/mlp/{name}_bias", "layers") for name in zeros]
     of_experts = rules.norm_rules(f"{LAYER}/moe", norm, False, "layers") + _expert_rules(c)
+    made = [rule._replace(layers=range(dense)) for rule in of_dense]
+    return made + [rule._replace(layers=range(dense, c.num_layers)) for rule in of_experts]
+
+
+def _deepseek_rules(c: ModelConfig) -> list[TensorRule]:
     return [
         *tables(c, "model.embed_tokens.weight"),
         *rules.norm_rules("final_norm", "model.norm", False),
         *_attention_rules(c),
-        *(rule._replace(layers=range(dense)) for rule in of_dense),
-        *(rule._replace(layers=range(dense, c.num_layers)) for rule in of_experts),
+        *dense_first_rules(c),
     ]
 
 
-def _spare(found: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Layers that predict further tokens stand behind the model's layers."""
-    first = found.get("num_hidden_layers", _LAYERS)
-    further = range(first, first + _NEXT.value("te_jax.hf", Said(found)))
-    layer = lambda name: re.match(r"model\.layers\.(\d{1,9})\.", name)
-    return lambda name: (of := layer(name)) is not None and int(of[1]) in further
+def layers_behind(layers: int) -> Callable[[Mapping[str, Any]], Callable[[str], bool]]:
+    """`Family.spare`: layers that predict further tokens stand behind the model's layers. layers: the default."""
+
+    def spare(found: Mapping[str, Any]) -> Callable[[str], bool]:
+        first = found.get("num_hidden_layers", layers)
+        further = range(first, first + _NEXT.value("te_jax.hf", Said(found)))
+        layer = lambda name: re.match(r"model\.layers\.(\d{1,9})\.", name)
+        return lambda name: (of := layer(name)) is not None and int(of[1]) in further
+
+    return spare
+
+
+NONE_BEHIND = {"num_nextn_predict_layers": 0}
 
 
 DEEPSEEK_V3 = Family(
@@ -176,9 +194,9 @@ DEEPSEEK_V3 = Family(
     families.deepseek_v3(Size(1, 1, 1, 1, experts=1, topk=1, latents=Latents())),
     _OF_DEEPSEEK,
     _CHECKS,
-    _rules,
+    _deepseek_rules,
     ROPE_TABLES,
     tied=head_of("model.embed_tokens"),
-    spare=_spare,
-    without_spare={"num_nextn_predict_layers": 0},
+    spare=layers_behind(_LAYERS),
+    without_spare=NONE_BEHIND,
 )

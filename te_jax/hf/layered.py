@@ -4,7 +4,7 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 from te_jax.core.check import NONE, Kind
-from te_jax.hf.rotary import TYPES_BY_WINDOW, type_by_window
+from te_jax.hf.rotary import ROPE_FIELDS, TYPES_BY_WINDOW, turning, type_by_window
 from te_jax.hf.words import LIST_OF_NAMES, SIZE, Said, Word
 from te_jax.models import ModelConfig, families
 
@@ -33,16 +33,29 @@ def pattern(names: Sequence[Hashable], fields: Callable[[Any], Fields]) -> tuple
     return tuple(map(dict, made)) if any(made) else ()
 
 
-def layer_types(
-    every: int, fields: Callable[[Said, str], Fields] = lambda said, name: of_window(said) if name[0] == "s" else {}
-) -> Word:
-    """`layer_types` of layers that see a window, or all. every: where it is absent each so many-th sees all. fields: of
-    layers of a type."""
+def by_window(said: Said, name: str) -> Fields:
+    """The fields of layers of this type that only the window tells from others."""
+    return of_window(said) if name == "sliding_attention" else {}
+
+
+def rope_and_window(said: Said, name: str) -> Fields:
+    """The fields of layers whose type has a RoPE of its own, too."""
+    made = turning(said["rope_parameters"][name], said["head_dim"])
+    return by_window(said, name) | {field: made[field] for field in ROPE_FIELDS if made[field] is not None}
+
+
+def layer_types(every: int | str, fields: Callable[[Said, str], Fields]) -> Word:
+    """`layer_types` of layers that see a window, or all.
+
+    every:  where it is absent each so many-th sees all, or the word that says how many.
+    fields: (said, type) -> the fields of layers of a type.
+    """
 
     def due(said: Said) -> list[str]:
-        return ["sliding_attention" if (i + 1) % every else "full_attention" for i in range(said["num_hidden_layers"])]
+        period = said[every] if isinstance(every, str) else every
+        return [TYPES_BY_WINDOW[(i + 1) % period == 0] for i in range(said["num_hidden_layers"])]
 
-    due.__doc__ = f"each {every}-th full_attention, and sliding_attention"
+    due.__doc__ = f"sliding_attention, and full_attention in each {every}-th layer"
     return Word(
         "layer_types",
         NONE | LIST_OF_NAMES,

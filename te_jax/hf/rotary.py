@@ -11,7 +11,7 @@ from te_jax.models import ModelConfig
 from te_jax.ops.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling
 
 _THETA, _STRETCH, _PART = number(above=1), number(least=1), number(above=0, most=1)
-_LENGTH, _FACTOR = "original_max_position_embeddings", "partial_rotary_factor"
+_LENGTH, _PART_OF_WIDTH = "original_max_position_embeddings", "partial_rotary_factor"
 _YARN = {
     "factor": (_STRETCH, ABSENT),
     "beta_fast": (NONE | number(above=0), 32.0),
@@ -46,7 +46,7 @@ TYPES: dict[str, dict[str, tuple[Any, Any]]] = {
 }
 _SCALINGS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
 _OTHER_NAMES = {_LENGTH: "original_max_position"}  # words that fields have other names than
-_FIELDS = ("rotary_pos_emb_windows", "rotary_pos_emb_scaling")
+ROPE_FIELDS = ("rotary_pos_emb_windows", "rotary_pos_emb_scaling")
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Rotary(Word):
         part = only(1.0, None) if self.part is None else _PART
         for at, words in ((where, found), (inside, table)):
             check(at, "rope_theta", words.get("rope_theta", default), _THETA)
-            check(at, _FACTOR, words.get(_FACTOR, 1.0), part)
+            check(at, _PART_OF_WIDTH, words.get(_PART_OF_WIDTH, 1.0), part)
         key = table.get("rope_type", table.get("type", "default"))
         names = {name.split()[0]: name for name in self.types}
         check(inside, "rope_type", key, one_of(*names))
         made = dict(rope_type=key, rope_theta=float(table.get("rope_theta", found.get("rope_theta", default))))
         if self.part is not None:
-            made[_FACTOR] = float(table.get(_FACTOR, found.get(_FACTOR, self.part)))
+            made[_PART_OF_WIDTH] = float(table.get(_PART_OF_WIDTH, found.get(_PART_OF_WIDTH, self.part)))
         for word, (may_be, default) in TYPES[names[key]].items():
             default = said["max_position_embeddings"] if word == _LENGTH else default
             value = found.get(word, table.get(word, default)) if word == _LENGTH else table.get(word, default)
@@ -106,7 +106,7 @@ class Rotary(Word):
         """In the forms of today and of older readers."""
         own = self._written(config.hidden_size, config.layer)
         scaled = own["rope_type"] != "default"
-        outside = {name: own[name] for name in ("rope_theta", _FACTOR) if name in own}
+        outside = {name: own[name] for name in ("rope_theta", _PART_OF_WIDTH) if name in own}
         scaling = {name: value for name, value in own.items() if name not in outside} | dict(type=own["rope_type"])
         return dict(rope_parameters=own, rope_scaling=scaling if scaled else None, **outside)
 
@@ -130,7 +130,7 @@ class Rotary(Word):
             )
             del own["truncate"]
         if self.part is not None:
-            own |= {_FACTOR: _share(layer.get("rotary_pos_emb_dim") or width, width)}
+            own |= {_PART_OF_WIDTH: _share(layer.get("rotary_pos_emb_dim") or width, width)}
         return own | dict(rope_type=kind, rope_theta=base)
 
 
@@ -196,7 +196,7 @@ def turning(made: Mapping[str, Any], width: int) -> dict[str, Any]:
     scaling, factor = _scaling(made), made.get("factor", 1.0)
     log = 0.1 * math.log(factor) if factor > 1 else 0.0
     stretched = made.get("attention_factor") or 1 + log  # of queries and of keys
-    part = made.get(_FACTOR, 1.0)
+    part = made.get(_PART_OF_WIDTH, 1.0)
     return dict(
         rotary_pos_emb_windows=(1, made["rope_theta"]),
         rotary_pos_emb_scaling=scaling,
@@ -248,8 +248,8 @@ def rotary(
     part: float | None = None,
 ) -> Rotary:
     """The word of RoPE. extra: further fields of `turning` that it becomes."""
-    fields = tuple(f"layer/{field}" for field in (*_FIELDS, *extra))
-    also = ("rope_scaling", "rope_theta", _FACTOR, _LENGTH)
+    fields = tuple(f"layer/{field}" for field in (*ROPE_FIELDS, *extra))
+    also = ("rope_scaling", "rope_theta", _PART_OF_WIDTH, _LENGTH)
     return Rotary("rope_parameters", NONE | TABLE, default, also=also, to=fields, types=types, part=part)
 
 
@@ -263,7 +263,10 @@ def rotary_by_type(
 
 def pairs_turn(said: Said) -> tuple[str, str] | None:
     """RoPE turns pairs of a part of a head's channels."""
-    width = int(said["head_dim"] * said["rope_parameters"][_FACTOR])
+    width = int(said["head_dim"] * said["rope_parameters"][_PART_OF_WIDTH])
     if width % 2 or not width:
-        return "rope_parameters", f"{_FACTOR} of {said['head_dim']} channels gives {width}; pass a positive even number"
+        return (
+            "rope_parameters",
+            f"{_PART_OF_WIDTH} of {said['head_dim']} channels gives {width}; pass a positive even number",
+        )
     return None

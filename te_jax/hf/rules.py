@@ -39,15 +39,31 @@ JOINED = Recast(
 )
 # Kernels of experts [out, in] as [E, in, out].
 STACKED = Recast(lambda *each: (jnp.stack([a.T for a in each]),), lambda a: tuple(expert.T for expert in a))
-# Two kernels of a gated MLP in one tensor [2F, H] as [H, 2, F]; those of experts, [E, 2F, H], as two of [E, H, F].
-GATED = Recast(
-    lambda a: (a.reshape(2, -1, a.shape[-1]).transpose(2, 0, 1),),
-    lambda a: (a.transpose(1, 2, 0).reshape(-1, a.shape[0]),),
-)
+
+
+def _side_by_side(n: int) -> Recast:
+    """n kernels of one size in one tensor [n out, in] as [in, n, out]."""
+    ours = lambda a: a.reshape(n, -1, a.shape[-1]).transpose(2, 0, 1)
+    return Recast(lambda a: (ours(a),), lambda a: (a.transpose(1, 2, 0).reshape(-1, a.shape[0]),))
+
+
+GATED = JOINED_KV = _side_by_side(2)
+JOINED_QKV = _side_by_side(3)
+# Two kernels of gated experts, [E, 2F, H], as two of [E, H, F].
 GATED_STACK = Recast(
     lambda a: tuple(jnp.split(a.swapaxes(1, 2), 2, -1)), lambda a, b: (jnp.concatenate([a, b], -1).swapaxes(1, 2),)
 )
 TURNED_STACK = Recast(lambda a: (a.swapaxes(1, 2),), lambda a: (a.swapaxes(1, 2),))
+
+
+def query_and_kv(queries: int) -> Recast:
+    """The kernels of queries, so many channels, keys and values in one tensor as [in, out] and [in, 2, out]."""
+    two = JOINED_KV
+    return Recast(
+        lambda a: (a[:queries].T, *two.ours(a[queries:])), lambda q, kv: (jnp.concatenate([q.T, *two.theirs(kv)]),)
+    )
+
+
 # The forms whose tensors are weights of linear layers, or of experts: in FP8 their scales are recast alike.
 OF_LINEARS = (TURNED, JOINED, STACKED)
 # One tensor [..., n out] as [..., n, out].

@@ -14,7 +14,7 @@ from te_jax.models.sizes import SIZES as SIZES
 from te_jax.models.sizes import Latents as Latents
 from te_jax.models.sizes import Size as Size
 from te_jax.models.sizes import StateSpace as StateSpace
-from te_jax.ops.rope import Llama3Scaling, YarnScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, YarnScaling
 
 # "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
 # function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
@@ -132,8 +132,25 @@ NO_ROPE = dict(enable_rotary_pos_emb=False, rotary_pos_emb_scaling=None)
 
 
 def smollm3(size: Size, base: float = 5_000_000) -> ModelConfig:
-    """Hugging Face 2025, https://huggingface.co/HuggingFaceTB/SmolLM3-3B. `llama`, with RoPE in three of four layers."""
+    """Hugging Face 2025, https://huggingface.co/HuggingFaceTB/SmolLM3-3B. `llama`, with RoPE in 3 of 4 layers."""
     return replace(llama(size, base, epsilon=1e-6), family="smollm3", pattern=({}, {}, {}, NO_ROPE))
+
+
+def phi3(size: Size, base: float = 250_000) -> ModelConfig:
+    """Microsoft 2024, https://arxiv.org/abs/2412.08905. `llama`; in some models a part of a head's channels turns."""
+    return replace(llama(size, base), family="phi3")
+
+
+def glm4_moe(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Zhipu AI 2025, https://arxiv.org/abs/2508.06471. Half of a head's channels turn, queries, keys and values have
+    biases, larger ones norms of queries and keys; experts are chosen as in `deepseek_v3`, of one group, next to one
+    that all tokens meet, and the first layers have an MLP."""
+    width = size.head_dim or size.hidden // size.heads
+    chosen = dict(score_function="sigmoid", use_expert_bias=True, num_shared_experts=1, use_bias=False)
+    first = dict(moe=None, mlp_hidden_size=size.dense_ffn)
+    return replace(llama(size, base), family="glm4_moe", first=(first,) * size.dense).with_layer(
+        use_bias=True, rotary_pos_emb_dim=width // 2, **size.moe(**chosen)
+    )
 
 
 def granite(size: Size, base: float = 10_000_000) -> ModelConfig:
@@ -158,6 +175,22 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> Model
     pattern = (dict(window_size=(window - 1, 0)), {})
     others = dict(embedding_scale=math.sqrt(size.hidden), logit_softcap=30.0)
     return replace(config, family="gemma2", pattern=pattern, **others)
+
+
+def gemma3(size: Size, window: int = 512, scaling: LinearScaling | None = None) -> ModelConfig:
+    """Gemma team 2025, https://arxiv.org/abs/2503.19786. As `gemma2`, without soft caps, with norms of each head's
+    queries and keys; five of six layers see the last `window` tokens, with a base of RoPE of their own.
+
+    scaling: of RoPE in the others.
+    """
+    width = size.head_dim or size.hidden // size.heads
+    norms = dict(zero_centered_gamma=True, post_norms=True, qk_norm_type="rmsnorm", qk_norm_before_rope=True)
+    config = llama(size, epsilon=1e-6).with_layer(
+        mlp_activations=("gelu", "linear"), attn_logit_scale=width**-0.5, **norms
+    )
+    near = dict(window_size=(window - 1, 0), rotary_pos_emb_windows=(1, 10_000.0), rotary_pos_emb_scaling=None)
+    far = dict(rotary_pos_emb_windows=(1, 1_000_000.0), rotary_pos_emb_scaling=scaling)
+    return replace(config, family="gemma3_text", pattern=(near,) * 5 + (far,), embedding_scale=math.sqrt(size.hidden))
 
 
 def deepseek_v3(size: Size) -> ModelConfig:
@@ -254,6 +287,9 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "gemma2": gemma2,
     "deepseek-v3": deepseek_v3,
     "granite4": granite4,
+    "gemma3": gemma3,
+    "glm4.5": glm4_moe,
+    "phi4": phi3,
     "granite3": granite,
     "smollm3": smollm3,
     "nemotron": nemotron_h,

@@ -7,7 +7,7 @@ What transformers' configuration classes say of the words of config.json, for te
 
 words:   {word: [types that it may have, default]}, without those that every class has (`every`).
 every:   the same of the words of every class.
-theta:   the base of RoPE where none is said; null: the class has none.
+theta:   the base of RoPE where none is said, or {type of layers: it}; null: the class has none.
 both:    [name, other name, which of them wins where both are given].
 derived: {word: its value in the class made without arguments}, where that is not the default.
 rope:    [words of a Llama's config.json, the `rope_parameters` that its model reads].
@@ -26,6 +26,7 @@ HERE = pathlib.Path(__file__).parent
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "deepseek_v3"),
     *("gpt2", "falcon", "bert", "t5", "granitemoehybrid", "nemotron_h", "smollm3", "granite"),
+    *("phi3", "glm4_moe", "gemma3_text"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
 DERIVED = (
@@ -85,7 +86,9 @@ def family(name: str, base: dict) -> dict:
     names = [word for word in cls.attribute_map.items() if "layer_types" not in word]  # whose values are no numbers
     both = [both_of(cls, *pair) for word in names for pair in (word, word[::-1])]
     both += [both_of(cls, "hidden_size", "n_embed")] if name == "falcon" else []
-    theta = cls.default_theta if "rope_parameters" in words else None
+    ropes = getattr(made, "rope_parameters", None) or {}
+    by_type = {of: table["rope_theta"] for of, table in ropes.items() if isinstance(table, dict)}
+    theta = (by_type or cls.default_theta) if "rope_parameters" in words else None
     return dict(words=words, derived=derived, theta=theta, both=both)
 
 

@@ -141,6 +141,31 @@ MODELS = {
             | dict(pad_token_id=None, attn_implementation="eager")
         )
     ),
+    # A projection to queries, keys and values, and one of the MLP; half of a head's channels turn; a window.
+    "phi4": lambda: hf.Phi3ForCausalLM(
+        hf.Phi3Config(
+            **_LLAMA | dict(pad_token_id=None, partial_rotary_factor=0.5, sliding_window=5, attn_implementation="eager")
+        )
+    ),
+    "phi3": lambda: hf.Phi3ForCausalLM(
+        hf.Phi3Config(**_LLAMA | dict(pad_token_id=None, num_key_value_heads=4, tie_word_embeddings=True))
+    ),
+    "glm4.5": lambda: hf.Glm4MoeForCausalLM(
+        hf.Glm4MoeConfig(
+            **_LLAMA
+            | dict(num_hidden_layers=3, head_dim=12, attention_bias=True, use_qk_norm=True, first_k_dense_replace=1)
+            | dict(moe_intermediate_size=20, n_routed_experts=4, num_experts_per_tok=2, routed_scaling_factor=1.5)
+        )
+    ),
+    "gemma3": lambda: hf.Gemma3ForCausalLM(
+        hf.Gemma3TextConfig(
+            **_LLAMA
+            | dict(num_hidden_layers=3, head_dim=12, query_pre_attn_scalar=10, sliding_window=5, pad_token_id=None)
+            | dict(attn_implementation="eager", tie_word_embeddings=True)
+            | dict(layer_types=["sliding_attention", "sliding_attention", "full_attention"])
+            | dict(rope_scaling=dict(rope_type="linear", factor=2.0))
+        )
+    ),
     "granite3": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA | _MULTIPLIERS | dict(head_dim=12))),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(

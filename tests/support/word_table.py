@@ -34,13 +34,17 @@ ROPE = """## RoPE
 
 `rope_scaling` counts where it is not empty, else `rope_parameters`. The type is its `rope_type`, else its `type`, else
 "default"; the base its `rope_theta`, else config.json's, else the family's. `original_max_position_embeddings` of
-config.json wins over the dict's, `partial_rotary_factor` is 1.0 in both, and one dict is for all layers.
+config.json wins over the dict's. `partial_rotary_factor`, of the dict or else of config.json, is 1.0 where a family
+does not say otherwise. One dict is for all layers, but where a family has a base for each type of them: there
+`rope_parameters` has a dict for each, and `rope_scaling` belongs to that of `full_attention`.
 """
 
 
 def text_of_default(word) -> str:
     if isinstance(word, Rotary):
-        return f"a base of {word.default:g}"
+        of_types = word.default if isinstance(word.default, dict) else {"": word.default}
+        bases = ", ".join(f"{base:g}{of and f' in {of}'}" for of, base in of_types.items())
+        return f"a base of {bases}{'' if word.part in (None, 1) else f', {word.part:g} of a head'}"
     if word.default is ABSENT:
         return ""
     if callable(word.default):
