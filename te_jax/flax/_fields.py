@@ -152,6 +152,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
+    **_each(BOOL, "qk_norm_across_heads mlp_layernorm"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
     **_each(BOOL, "allow_neg_eigval"),
@@ -389,9 +390,11 @@ def latent_attention_stands_alone(module) -> str | None:
 
 
 def qk_norm_fields_fit(module) -> str | None:
-    """`qk_norm_eps` and `qk_norm_before_rope` need `qk_norm_type`."""
-    if module.qk_norm_type is None and (module.qk_norm_before_rope or module.qk_norm_eps != type(module).qk_norm_eps):
-        name = "qk_norm_before_rope" if module.qk_norm_before_rope else "qk_norm_eps"
+    """`qk_norm_eps`, `qk_norm_before_rope` and `qk_norm_across_heads` need `qk_norm_type`."""
+    names = ("qk_norm_before_rope", "qk_norm_across_heads", "qk_norm_eps")
+    changed = [name for name in names if getattr(module, name) != getattr(type(module), name)]
+    if module.qk_norm_type is None and changed:
+        name = changed[0]
         return f"{name} is {getattr(module, name)!r}, but qk_norm_type is None; pass 'rmsnorm', or leave {name} out"
 
 
@@ -421,6 +424,15 @@ def experts_take_the_place_of_the_mlp(module) -> str | None:
     ):
         if module.moe is not None and value:
             return f"{name} is {value}, which experts have not; leave it out, or moe"
+
+
+def norms_in_front_are_there(module) -> str | None:
+    """`input_layernorm` and `mlp_layernorm` stay True with `parallel_shared_layernorm`, `output_layernorm` and
+    `apply_residual_connection_post_layernorm`, which say otherwise where norms are."""
+    for name in ("input_layernorm", "mlp_layernorm"):
+        for other in ("parallel_shared_layernorm", "output_layernorm", "apply_residual_connection_post_layernorm"):
+            if not getattr(module, name) and getattr(module, other):
+                return f"{name} is False, but {other} is True, which says where the norms are; leave one of them out"
 
 
 def relative_embedding_is_a_bias(module) -> str | None:

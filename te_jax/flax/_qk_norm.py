@@ -1,4 +1,5 @@
-"""The norms of queries and keys over the channels of each head (Dehghani et al. 2023, https://arxiv.org/abs/2302.05442)."""
+"""The norms of queries and keys over the channels of each head (Dehghani et al. 2023, https://arxiv.org/abs/2302.05442),
+or of all heads."""
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ from te_jax.flax._state import describe
 from te_jax.flax.norm import whole_norm
 from te_jax.layers import layernorm
 from te_jax.ops.attention.reference import split_joined
+from te_jax.sharding.constraints import place_axis, split_over
 
 
 def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -17,11 +19,19 @@ def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[j
     if module.qk_norm_type is None:
         return arrays
     query, key, value = split_joined(*arrays)
-    return _normalize_over_channels(module, "q_norm", query), _normalize_over_channels(module, "k_norm", key), value
+    each = _normalize_across_heads if module.qk_norm_across_heads else _normalize_over_channels
+    return each(module, "q_norm", query), each(module, "k_norm", key), value
+
+
+def _normalize_across_heads(module: nn.Module, name: str, x: jax.Array) -> jax.Array:
+    """x [b, s, heads, d], normalized over heads and d, which each device has whole meanwhile."""
+    names, _ = split_over(x, -2)
+    joined = place_axis(x, -2, ()).reshape(*x.shape[:2], -1)
+    return place_axis(_normalize_over_channels(module, name, joined).reshape(x.shape), -2, names)
 
 
 def _normalize_over_channels(module: nn.Module, name: str, x: jax.Array) -> jax.Array:
-    """x [b, s, heads, d], normalized over d."""
+    """x [..., d], normalized over d."""
     kind, width = norm_type(module.qk_norm_type), x.shape[-1]
     if kind == "l2normalization":  # x / sqrt(sum x**2 + eps) is RMSNorm's x / sqrt(mean x**2 + eps / d) / sqrt(d)
         gamma, epsilon = jnp.full(width, width**-0.5, jnp.float32), module.qk_norm_eps / width

@@ -63,6 +63,8 @@ class MultiHeadAttention(Module):
                            zero_centered_gamma counts for it too. The cache holds normed keys.
     qk_norm_eps:           added to the mean square, the variance or the sum of squares.
     qk_norm_before_rope:   False: the norm follows RoPE, as in Llama 4; Qwen 3 and Gemma 3 need True.
+    qk_norm_across_heads:  the norm is over the channels of all heads together, h*d of queries and g*d of keys, as in
+                           OLMo 2. Devices that share the heads gather them for it.
     Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
     in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
     are older names: the error says the newer name.
@@ -72,7 +74,7 @@ class MultiHeadAttention(Module):
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
     `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
     With use_bias each has a `bias` of the kernel's shape without its first axis.
-    With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d].
+    With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d], across heads [h*d] and [g*d].
     """
 
     head_dim: int = None  # required; the default lets the error for an old field name come first
@@ -124,6 +126,7 @@ class MultiHeadAttention(Module):
     qk_norm_before_rope: bool = False
     attn_logit_softcap: float | None = None
     attn_logit_scale: float | None = None
+    qk_norm_across_heads: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER

@@ -30,6 +30,7 @@ from te_jax.flax._fields import (
     is_decoder,
     latent_attention_stands_alone,
     logits_have_one_scale,
+    norms_in_front_are_there,
     parallel_layers_are_encoders,
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
@@ -107,11 +108,14 @@ class TransformerLayer(Module):
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
     post_norms:         a norm of what each sub-block gives, before dropout and residual, in addition to the norm before
                         it, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
+    input_layernorm, mlp_layernorm: the norms in front of attention or Mamba2, and in front of the MLP or experts. In
+                        OLMo 2 (https://arxiv.org/abs/2501.00656) both are False, and post_norms are True.
     residual_multiplier: multiplies what each sub-block gives, before dropout and residual, as in Granite.
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version.
     Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 74.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 76.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
@@ -195,6 +199,9 @@ class TransformerLayer(Module):
     attn_logit_scale: float | None = None
     residual_multiplier: float = 1.0
     delta: Mapping[str, Any] | None = None
+    qk_norm_across_heads: bool = False
+    input_layernorm: bool = True
+    mlp_layernorm: bool = True
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -211,6 +218,7 @@ class TransformerLayer(Module):
             experts_take_the_place_of_the_mlp,
             relative_embedding_is_a_bias,
             parallel_layers_are_encoders,
+            norms_in_front_are_there,
         )
 
     @nn.compact
@@ -341,7 +349,7 @@ class TransformerLayer(Module):
 
     def _attention(self, name: str, cross: bool, padded: bool = True) -> MultiHeadAttention | MultiHeadLatentAttention:
         own = dict(
-            input_layernorm=cross or not self.output_layernorm,
+            input_layernorm=self.input_layernorm and (cross or not self.output_layernorm),
             return_layernorm_output=self.apply_residual_connection_post_layernorm or self.parallel_shared_layernorm,
             kernel_init=self.mha_kernel_init,
             attn_mask_type=("padding" if padded else "no_mask") if cross else self.self_attn_mask_type,
@@ -365,7 +373,7 @@ class TransformerLayer(Module):
         if self.ssm is None and self.delta is None:
             return None
         own = dict(
-            input_layernorm=not self.output_layernorm,
+            input_layernorm=self.input_layernorm and not self.output_layernorm,
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
             kernel_init=self.mha_kernel_init,
         )
@@ -378,7 +386,7 @@ class TransformerLayer(Module):
         shared = self.parallel_shared_layernorm
         return dict(
             intermediate_dim=self.mlp_hidden_size,
-            enable_layernorm=not shared,
+            enable_layernorm=self.mlp_layernorm and not shared,
             epsilon=self.layernorm_epsilon,
             scale_axes=(W_NO_SHARD_AXES,),
             ln_bias_axes=(W_NO_SHARD_AXES,),

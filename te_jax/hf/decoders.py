@@ -88,7 +88,7 @@ def attention_of_llama(c: ModelConfig) -> list[TensorRule]:
     fused, stack, ours, own = joins_qkv(c), "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
     names = [f"{own}.{name}_proj" for name in "qkvo"]
     made = tables(c, "model.embed_tokens.weight") + rules.norm_rules("final_norm", "model.norm", False)
-    if c.layer.get("pre_norms", True):
+    if c.layer.get("input_layernorm", True):
         first = f"{ours}/{'qkv' if fused else 'query'}"
         made += rules.norm_rules(first, "model.layers.{i}.input_layernorm", False, stack)
     bias = dict(bias=bool(c.layer.get("use_bias")), out_bias=False)

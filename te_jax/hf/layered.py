@@ -41,7 +41,8 @@ def by_window(said: Said, name: str) -> Fields:
 def rope_and_window(said: Said, name: str) -> Fields:
     """The fields of layers whose type has a RoPE of its own, too."""
     made = turning(said["rope_parameters"][name], said["head_dim"])
-    return by_window(said, name) | {field: made[field] for field in ROPE_FIELDS if made[field] is not None}
+    names = (*ROPE_FIELDS, "attn_logit_scale")
+    return by_window(said, name) | {field: made[field] for field in names if made[field] is not None}
 
 
 def layer_types(every: int | str, fields: Callable[[Said, str], Fields]) -> Word:

@@ -155,17 +155,22 @@ class RotaryByType(Rotary):
             if key not in self.default:
                 refuse(where, f"rope_parameters[{key!r}]", value, f"te_jax reads a dict for each of {[*self.default]}")
             check(f"{where}: rope_parameters", key, value, NONE | TABLE)
+        scaling = found.get("rope_scaling") or {}
+        if scaling and "rope_type" not in scaling:  # transformers takes it for "default", whatever "type" says
+            refuse(where, "rope_scaling", scaling, "pass a rope_type")
         for _, word in self.outside:
             check(where, word, found.get(word, 2.0), _THETA)
         made = {}
         for key, base in self.default.items():
             table = {**(tables.get(key) or {})}
             if key == "full_attention":
-                table |= found.get("rope_scaling") or {}
+                table |= scaling
             base = found.get(dict(self.outside).get(key, ""), base)
             inside = Said({name: value for name, value in found.items() if name not in ("rope_theta", _LENGTH)})
             inside |= said
-            made[key] = self._made(where, f"rope_parameters[{key!r}]", table, inside, base)
+            name = f"rope_parameters[{key!r}]"
+            check(f"{where}: {name}", "truncate", table.get("truncate", True), only(True))  # transformers reads none
+            made[key] = self._made(where, name, table, inside, base)
         return made
 
     def fields(self, said: Said) -> Iterable[tuple[str, Any]]:

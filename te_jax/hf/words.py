@@ -237,11 +237,11 @@ _OF_LAYERS = (
     *("self_attn_mask_type", "window_size", "cross_window_size", "scale_attn_logits", "softmax_type", "score_mod"),
     *("attn_logit_softcap", "post_norms", "apply_residual_connection_post_layernorm", "output_layernorm"),
     *("parallel_attention_mlp", "parallel_shared_layernorm", "enable_rotary_pos_emb", "qk_norm_type"),
-    *("attn_logit_scale", "residual_multiplier", "sublayers"),
+    *("attn_logit_scale", "residual_multiplier", "sublayers", "input_layernorm", "mlp_layernorm"),
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale")
-_OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope")
+_OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma"),

@@ -141,6 +141,24 @@ def phi3(size: Size, base: float = 250_000) -> ModelConfig:
     return replace(llama(size, base), family="phi3")
 
 
+def olmo2(size: Size, base: float = 500_000) -> ModelConfig:
+    """Ai2 2024, https://arxiv.org/abs/2501.00656. `llama` with norms only behind sub-blocks, and one norm each of all
+    heads' queries and of all heads' keys."""
+    norms = dict(input_layernorm=False, mlp_layernorm=False, post_norms=True)
+    of_heads = dict(qk_norm_type="rmsnorm", qk_norm_before_rope=True, qk_norm_across_heads=True)
+    config = llama(size, base, epsilon=1e-6).with_layer(qk_norm_eps=1e-6, **norms, **of_heads)
+    return replace(config, family="olmo2")
+
+
+def olmo3(size: Size, window: int = 4096) -> ModelConfig:
+    """Ai2 2025, https://allenai.org/olmo3. `olmo2`, three of four layers of which see the last `window` tokens; in the
+    others RoPE is stretched from 8192 positions to 65536."""
+    far = YarnScaling(8.0, original_max_position=8192)
+    width = size.head_dim or size.hidden // size.heads
+    stretched = dict(rotary_pos_emb_scaling=far, attn_logit_scale=far.mscale**2 / math.sqrt(width))
+    return replace(olmo2(size), family="olmo3", pattern=(dict(window_size=(window - 1, 0)),) * 3 + (stretched,))
+
+
 def glm4_moe(size: Size, base: float = 1_000_000) -> ModelConfig:
     """Zhipu AI 2025, https://arxiv.org/abs/2508.06471. Half of a head's channels turn, queries, keys and values have
     biases, larger ones norms of queries and keys; experts are chosen as in `deepseek_v3`, of one group, next to one
@@ -290,6 +308,8 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "gemma3": gemma3,
     "glm4.5": glm4_moe,
     "phi4": phi3,
+    "olmo2": olmo2,
+    "olmo3": olmo3,
     "granite3": granite,
     "smollm3": smollm3,
     "nemotron": nemotron_h,

@@ -120,6 +120,8 @@ SIZES = {
     ),
     "granite3-2b": Size(2048, 8192, 32, 40, groups=8, vocab=49159),
     "smollm3-3b": Size(2048, 11008, 16, 36, groups=4, vocab=128256),
+    "olmo2-7b": Size(4096, 11008, 32, 32, vocab=100352, tied=False),
+    "olmo3-7b": Size(4096, 11008, 32, 32, vocab=100278, tied=False),
     "phi4": Size(5120, 17920, 40, 40, groups=10, vocab=100352, tied=False),
     "glm4.5-air": Size(
         *(4096, 1408, 96, 46),

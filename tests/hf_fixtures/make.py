@@ -166,6 +166,15 @@ MODELS = {
             | dict(rope_scaling=dict(rope_type="linear", factor=2.0))
         )
     ),
+    "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA | dict(pad_token_id=None))),
+    "olmo3": lambda: hf.Olmo3ForCausalLM(
+        hf.Olmo3Config(
+            **_LLAMA
+            | dict(pad_token_id=None, num_key_value_heads=4, sliding_window=5, attn_implementation="eager")
+            | dict(layer_types=["sliding_attention", "full_attention"], tie_word_embeddings=True)
+            | dict(rope_scaling=dict(rope_type="yarn", factor=8.0, original_max_position_embeddings=16))
+        )
+    ),
     "granite3": lambda: hf.GraniteForCausalLM(hf.GraniteConfig(**_LLAMA | _MULTIPLIERS | dict(head_dim=12))),
     "gpt2": lambda: hf.GPT2LMHeadModel(
         hf.GPT2Config(

@@ -209,6 +209,12 @@ OTHERS = {  # what would be another function, and was once read past
     ),
     "nemotron_h": OF_NEMOTRON,
     "granite": (dict(attention_bias=True), dict(mlp_bias=True), dict(sliding_window=8), dict(logits_scaling=0)),
+    "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
+    "olmo3": (
+        *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
+        *(dict(rope_scaling=YARN | words) for words in ({}, dict(mscale=None, mscale_all_dim=None, beta_slow=64.0))),
+        dict(rope_scaling=YARN | dict(mscale=None, mscale_all_dim=None, truncate=False)),
+    ),
     "phi3": (
         *(dict(rope_scaling=dict(rope_type="longrope")), dict(partial_rotary_factor=0.01), dict(attention_bias=True)),
         *(dict(partial_rotary_factor=1.5), dict(rope_parameters=dict(partial_rotary_factor=0.52))),
@@ -280,7 +286,7 @@ CHANGED = {  # a family's words of what is changed below
     "granitemoehybrid": DEFAULT | {"shared_intermediate_size", "layer_types"},
     "nemotron_h": {"layers_block_type", "intermediate_size", "vocab_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
-    "gemma3_text": DEFAULT | {"layer_types"},
+    **dict.fromkeys(("gemma3_text", "olmo3"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
     **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),

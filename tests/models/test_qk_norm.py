@@ -1,5 +1,7 @@
 """qk_norm_type: queries and keys normalized per head, against plain JAX; decoding, FP8, meshes, NNX, errors."""
 
+import functools
+
 import flax_reference as ref
 import jax
 import jax.numpy as jnp
@@ -41,8 +43,10 @@ def close(got, want, bound=BOUND):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-def normalized(x, p, kind, zero_centered):
-    """x [b, s, h, d] over d."""
+def normalized(x, p, kind, zero_centered, across=False):
+    """x [b, s, h, d] over d, or over h and d."""
+    if across:
+        return normalized(x.reshape(*x.shape[:2], -1), p, kind, zero_centered).reshape(x.shape)
     if kind == "l2normalization":
         return x / jnp.sqrt(jnp.sum(x**2, -1, keepdims=True) + EPS)
     centered = x - jnp.mean(x, -1, keepdims=True) if kind == "layernorm" else x
@@ -58,7 +62,7 @@ def turned(x):
     return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
 
 
-def reference(p, x, *, kind, g=N, before=False, rope=True, zero_centered=False):
+def reference(p, x, *, kind, g=N, before=False, rope=True, zero_centered=False, across=False):
     first = p["qkv"] if "qkv" in p else p["query"]
     mean = jnp.mean(x, -1, keepdims=True)
     normed = (x - mean) / jnp.sqrt(jnp.var(x, -1, keepdims=True) + 1e-6) * (first["scale"] + zero_centered)
@@ -69,7 +73,8 @@ def reference(p, x, *, kind, g=N, before=False, rope=True, zero_centered=False):
     else:
         q, (k, v) = project("query"), jnp.moveaxis(project("kv"), 2, 0) if "kv" in p else map(project, ("key", "value"))
     q, k, v = (y.reshape(*y.shape[:2], -1, D) for y in (q, k, v))
-    norms = lambda q, k: (normalized(x, p.get(name), kind, zero_centered) for x, name in ((q, "q_norm"), (k, "k_norm")))
+    how = kind, zero_centered, across
+    norms = lambda q, k: (normalized(x, p.get(name), *how) for x, name in ((q, "q_norm"), (k, "k_norm")))
     turn = lambda q, k: (turned(q), turned(k)) if rope else (q, k)
     q, k = turn(*norms(q, k)) if before else norms(*turn(q, k))
     k, v = (jnp.repeat(y, N // g, 2) for y in (k, v))
@@ -91,8 +96,9 @@ def reference(p, x, *, kind, g=N, before=False, rope=True, zero_centered=False):
             dict(kind="layernorm", g=1, rope=False),
         ),
         (dict(qk_norm_type="L2Normalization", enable_rotary_pos_emb=True), dict(kind="l2normalization")),
+        (QWEN | dict(qk_norm_across_heads=True, num_gqa_groups=2), dict(kind="rmsnorm", g=2, before=True, across=True)),
     ],
-    ids=["qwen", "gqa_after_rope", "apart_layernorm", "l2"],
+    ids=["qwen", "gqa_after_rope", "apart_layernorm", "l2", "olmo"],
 )
 def test_against_plain_jax(fields, equation):
     """Forward, gradients, batch second, and from the cache, which holds normed keys."""
@@ -125,20 +131,21 @@ def inputs(dtype=jnp.float32):
     return data(B, S, H, dtype=dtype), data(B, S, H, dtype=dtype, seed=2)
 
 
-def layer(**fields):
-    return te_flax.TransformerLayer(
-        H, 16, N, kv_channels=D, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, **QWEN, **fields
-    )
+SIZES = dict(kv_channels=D, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0)
+
+
+def layer_of_qwen(**fields):
+    return te_flax.TransformerLayer(H, 16, N, **SIZES, **QWEN, **fields)
 
 
 def test_layers_in_bf16_and_fp8_with_lora():
     """Every recipe leaves the norms in the arrays' type; they have gradients, next to adapted projections too."""
     x, weights = inputs(jnp.bfloat16)
-    module = layer(low_rank_adaptation_scope="all", low_rank_adaptation_dim=4, dtype=jnp.bfloat16)
+    module = layer_of_qwen(low_rank_adaptation_scope="all", low_rank_adaptation_dim=4, dtype=jnp.bfloat16)
     params = drawn(module, x)
     shape = dict(scale=(D,))
     assert ref.shapes(params)["attention"].items() >= dict(q_norm=shape, k_norm=shape).items()
-    both = drawn(layer(layer_type="decoder"), x, x)
+    both = drawn(layer_of_qwen(layer_type="decoder"), x, x)
     assert all("q_norm" in both[name] for name in ("self_attention", "encoder_decoder_attention"))
     recipes = (None, recipe.DelayedScaling(amax_history_len=4), recipe.Float8CurrentScaling())
 
@@ -169,17 +176,18 @@ def test_layers_in_bf16_and_fp8_with_lora():
 
 def test_nnx_is_linen_bit_for_bit():
     x, _ = inputs()
-    module = te_nnx.TransformerLayer(
-        H, 16, N, kv_channels=D, num_gqa_groups=2, hidden_dropout=0.0, attention_dropout=0.0, **QWEN, rngs=nnx.Rngs(3)
-    )
-    module.attention.q_norm.scale[...] = data(D)
-    want = jax.jit(layer().apply)(te_nnx.to_linen(module), x)
+    across = dict(qk_norm_across_heads=True)
+    module = te_nnx.TransformerLayer(H, 16, N, **SIZES, **QWEN, **across, rngs=nnx.Rngs(3))
+    module.attention.q_norm.scale[...] = data(N * D)
+    want = jax.jit(layer_of_qwen(**across).apply)(te_nnx.to_linen(module), x)
     np.testing.assert_array_equal(nnx.jit(lambda module, x: module(x))(module, x), want)
 
 
-def test_on_a_mesh():
+@pytest.mark.parametrize("fields", [{}, dict(qk_norm_across_heads=True)], ids=["each head", "all heads"])
+def test_on_a_mesh(fields):
     """dp 2 x tp 2 x cp 2 by logical rules: heads are split, and the sequence cut; the norms' gradients are whole."""
     x, weights = data(B, 8, H), data(B, 8, H, seed=2)
+    layer = functools.partial(layer_of_qwen, **fields)
     boxed = jax.eval_shape(layer().init, KEY, x)["params"]
     params = ref.unboxed(ref.filled(boxed))
 

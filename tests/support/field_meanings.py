@@ -184,6 +184,9 @@ MEANINGS = {
     "output_layernorm": "Puts a norm at the end instead of before self-attention",
     "parallel_attention_mlp": "Attention and MLP read the same input and share one residual connection, as in Falcon",
     "parallel_shared_layernorm": "The MLP reads the norm of attention, as in GPT-J and Falcon 7B",
+    "qk_norm_across_heads": "This norm is over the channels of all heads together, as in OLMo 2",
+    "TransformerLayer.input_layernorm": "Puts a norm on the inputs of attention or Mamba2",
+    "mlp_layernorm": "Puts a norm on the inputs of the MLP or of experts",
     "post_norms": "A norm also after attention and after the MLP, as in Gemma 2",
     "ssm": "Puts a `Mamba2` of these fields, such as `dict(ssm_num_heads=8)`, instead of self-attention",
     "delta": "Puts a `GatedDeltaNet` of these fields, such as `dict(linear_num_value_heads=8)`, instead of "
