@@ -112,14 +112,15 @@ class MoEBlock(Module):
     use_expert_bias:   experts are chosen with a bias, `expert_bias` f32[E] in a collection `expert_bias` of its own,
                        which no optimizer sees. The gradient of that collection is the counts of tokens, by which the
                        loads are evened out (`TrainState`, or `update_expert_bias`).
+    router_bias:       logits of the router have a bias.
     enable_layernorm:  a norm in front, as in `LayerNormMLP`, and the fields of it.
     gate_axes, kernel_axes_1, kernel_axes_2, bias_axes_1, bias_axes_2: logical axes of the parameters.
     ffn1_ckpt_name, ffn2_ckpt_name: names of the activation's input and of the result for `jax.checkpoint` policies.
 
-    Parameters: `gate_kernel` [H, E]; `wi_0` and, of gated activations, `wi_1` [E, H, F]; `wo` [E, F, H]; with use_bias
-    `wi_0_bias`, `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias` [H] with enable_layernorm. FP8 state:
-    `*_0_*` belongs to wi, `*_1_*` to wo, with an axis of experts in front but for `x_0_*` and `grad_1_*`. Sown into
-    `intermediates` where it is mutable: `tokens_per_expert` and `dropped`, i32[E].
+    Parameters: `gate_kernel` [H, E], `gate_bias` [E] with router_bias; `wi_0` and, of gated activations, `wi_1`
+    [E, H, F]; `wo` [E, F, H]; with use_bias `wi_0_bias`, `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias`
+    [H] with enable_layernorm. FP8 state: `*_0_*` belongs to wi, `*_1_*` to wo, with an axis of experts in front but for
+    `x_0_*` and `grad_1_*`. Sown into `intermediates` where it is mutable: `tokens_per_expert` and `dropped`, i32[E].
     """
 
     num_experts: int = 8
@@ -163,6 +164,7 @@ class MoEBlock(Module):
     transpose_batch_sequence: bool = False
     quantization_checkpoint_name: str | None = None
     params_dtype: jnp.dtype | None = None
+    router_bias: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
         rules = (activations_take_their_params, tokens_find_experts, sequences_are_rows)
@@ -203,6 +205,7 @@ class MoEBlock(Module):
         return MoEOptions(router_of(self), self.activations, params, *of_call)
 
     def _experts(self, h, gate, wi, wo, residual, of_norm):
+        """gate: the kernel and the bias of the router."""
         check_current_mesh_resource()
         metas = expert_metas(self, self.num_experts)
         names = tuple(f"wi_{i}" for i in range(len(wi[0])))
@@ -210,8 +213,9 @@ class MoEBlock(Module):
         wo_kernel = expert_operand(self, ("wo",), wo[0], metas and metas[1])
         return moe(
             h,
-            gate,
+            gate[0],
             *(wi_kernel, wo_kernel, wi[1], wo[1]),
+            gate_bias=gate[1],
             options=self._options(),
             expert_bias=self._bias(),
             residual=residual,
@@ -282,8 +286,8 @@ class MoEBlock(Module):
         return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="shared_experts")
 
     def _parameters(self, width: int):
-        """(gamma, beta) or None; gate_kernel; (kernels, biases) of wi; (kernels, bias) of wo. The order of creation
-        fixes the keys."""
+        """(gamma, beta) or None; kernel and bias of the router; (kernels, biases) of wi; (kernels, bias) of wo. The
+        order of creation fixes the keys."""
         experts, hidden, slots = self.num_experts, self.intermediate_dim, range(len(self.activations))
         each = kernel_initializer(self.kernel_init)
 
@@ -301,4 +305,6 @@ class MoEBlock(Module):
             of_wi = self.bias_init, self.bias_axes_1, (experts, hidden)
             wi_bias = [parameter(self, f"wi_{i}_bias", *of_wi) for i in slots]
             wo_bias = parameter(self, "wo_bias", self.bias_init, self.bias_axes_2, (experts, width))
-        return norm, gate, (wi, wi_bias), ([wo], wo_bias)
+        of_gate = self.bias_init, self.gate_axes[1:], (experts,)
+        gate_bias = parameter(self, "gate_bias", *of_gate) if self.router_bias else None
+        return norm, (gate, gate_bias), (wi, wi_bias), ([wo], wo_bias)

@@ -20,6 +20,7 @@ from te_jax.hf import files
 from te_jax.hf.carried import carry
 from te_jax.hf.family import Family
 from te_jax.hf.filling import as_bits, fill_variables, types_of
+from te_jax.hf.mxfp4 import Unpacked, is_mxfp4
 from te_jax.hf.plan import (
     COLLECTIONS,
     SHOWN,
@@ -101,9 +102,9 @@ def load(
 
     Checkpoints may have weights in FP8 (`quantization_config` with the quant_method "fp8"), with scales of blocks of
     128 x 128 or one each. Such weights are dequantized: weight * scale in f32, rounded to the parameter's dtype. Scales
-    of inputs are not read.
+    of inputs are not read. Weights in MXFP4 (the quant_method "mxfp4", as gpt-oss) become bf16, which has their values.
 
-    dtype:         of parameters; None: as they are stored, bit for bit, and bf16 of what is stored in FP8.
+    dtype:         of parameters; None: as they are stored, bit for bit, and bf16 of what is stored in FP8 or MXFP4.
     compute_dtype: of activations; None: the embedding's.
     scan:          as of the model: layers are stacked.
     shardings:     tree of `jax.sharding.Sharding` like the parameters, or like all variables: where each lies. None:
@@ -141,7 +142,8 @@ def load(
     folder = Path(folder)
     config, found = _config_of(folder)
     scheme, family = read_scheme(found, folder), family_of(config.family)
-    with files.Checkpoint(folder) as checkpoint:
+    with files.Checkpoint(folder) as opened:
+        checkpoint = Unpacked(opened, folder) if is_mxfp4(found) else opened
         check_sizes(config, found, checkpoint.tensors, folder)
         names = current_names(checkpoint, family, folder)
         held = {name: checkpoint.tensors[file] for name, file in names.items()}

@@ -38,7 +38,7 @@ from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size
 
 ONE = Size(1, 1, 1, 1, groups=1)  # each size is a word's
-_WITH_EXPERTS = replace(ONE, experts=1, topk=1)
+WITH_EXPERTS = replace(ONE, experts=1, topk=1)
 
 # -- Llama, Mistral, Qwen ---------------------------------------------------------------------------------------
 
@@ -60,7 +60,7 @@ _UNUSED_WINDOW = (fixed("use_sliding_window", False), unused("sliding_window", N
 _TYPES_OF_QWEN = replace(LAYER_TYPES, theirs=lambda c: ["full_attention"] * c.num_layers)
 QK_NORMS = (epsilon("rms_norm_eps", "qk_norm_eps"), NO_BIAS)
 _CHOSEN = Word("num_experts_per_tok", SIZE, to=("layer/moe/num_experts_per_tok",))
-_OF_MIXTRAL_EXPERTS = (Word("num_local_experts", SIZE, also=("num_experts",), to=("layer/moe/num_experts",)), _CHOSEN)
+OF_MIXTRAL_EXPERTS = (Word("num_local_experts", SIZE, also=("num_experts",), to=("layer/moe/num_experts",)), _CHOSEN)
 _QWEN_EXPERTS = (
     Word("num_experts", SIZE, also=("num_local_experts",), to=("layer/moe/num_experts",)),
     _CHOSEN,
@@ -83,15 +83,16 @@ _EXPERTS_OF_QWEN = "mlp", rules.SWIGLU  # where they are, and the names of gate,
 _EXPERTS_OF_MIXTRAL = "block_sparse_moe", ("w1", "w3", "w2")
 
 
-def attention_of_llama(c: ModelConfig) -> list[TensorRule]:
-    """Embedding, head, last norm and attention, with the norms of queries and keys."""
+def attention_of_llama(c: ModelConfig, out_bias: bool | None = False) -> list[TensorRule]:
+    """Embedding, head, last norm and attention, with the norms of queries and keys. out_bias: of the last projection,
+    where the others have biases; None: it has one, too."""
     fused, stack, ours, own = joins_qkv(c), "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
     names = [f"{own}.{name}_proj" for name in "qkvo"]
     made = tables(c, "model.embed_tokens.weight") + rules.norm_rules("final_norm", "model.norm", False)
     if c.layer.get("input_layernorm", True):
         first = f"{ours}/{'qkv' if fused else 'query'}"
         made += rules.norm_rules(first, "model.layers.{i}.input_layernorm", False, stack)
-    bias = dict(bias=bool(c.layer.get("use_bias")), out_bias=False)
+    bias = dict(bias=bool(c.layer.get("use_bias")), out_bias=out_bias)
     made += rules.attention_rules(ours, *names, fused=fused, **bias, stack=stack)
     for name in "qk" if c.layer.get("qk_norm_type") else "":
         made += rules.norm_rules(f"{ours}/{name}_norm", f"{own}.{name}_norm", False, stack)
@@ -236,8 +237,8 @@ DECODERS = (
     of_llama(
         "mixtral",
         "MixtralForCausalLM",
-        families.mixtral(_WITH_EXPERTS),
-        *(window(), *_OF_MIXTRAL_EXPERTS, fixed("router_jitter_noise", 0.0)),
+        families.mixtral(WITH_EXPERTS),
+        *(window(), *OF_MIXTRAL_EXPERTS, fixed("router_jitter_noise", 0.0)),
         checks=(ALL_ALIKE, at_most("num_experts_per_tok", "num_local_experts")),
         tensors=partial(llama_rules, experts=_EXPERTS_OF_MIXTRAL),
         sliding_window=None,
@@ -250,7 +251,7 @@ DECODERS = (
     of_llama(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
-        families.qwen3(_WITH_EXPERTS),
+        families.qwen3(WITH_EXPERTS),
         *(*_UNUSED_WINDOW, *QK_NORMS, *_QWEN_EXPERTS),
         checks=(ALL_SEE_ALL, at_most("num_experts_per_tok", "num_experts")),
         num_experts=128,

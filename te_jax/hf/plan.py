@@ -15,6 +15,7 @@ from te_jax.flax.moe import BIAS_COLLECTION
 from te_jax.hf import files
 from te_jax.hf.families import FAMILIES
 from te_jax.hf.family import Family
+from te_jax.hf.mxfp4 import Unpacked
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.scales import Scheme
 from te_jax.models import ModelConfig
@@ -189,7 +190,7 @@ def check_tensors(plan: Conversion, scheme: Scheme | None, held: Mapping[str, fi
             raise ValueError(f"{where} has {name} of type {held[name].dtype}; te_jax reads {', '.join(types[name])}.")
 
 
-def current_names(checkpoint: files.Checkpoint, family: Family, folder: Path) -> dict[str, str]:
+def current_names(checkpoint: files.Checkpoint | Unpacked, family: Family, folder: Path) -> dict[str, str]:
     """The tensors by the names of today, with the family's prefix, which some checkpoints leave out: {name: its name
     in the file}. Raises ValueError where two tensors have one name of today."""
     today = {}

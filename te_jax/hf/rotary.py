@@ -57,10 +57,12 @@ class Rotary(Word):
     default: The base where none is said.
     types:   Of `TYPES`.
     part:    The share of a head's channels that turn, where none is said; None: all do.
+    absent:  The dict where config.json has none.
     """
 
     types: tuple[str, ...] = ("default", "linear", "llama3")
     part: float | None = None
+    absent: Mapping[str, Any] | None = None
 
     def value(self, where: str, said: Said) -> dict[str, Any]:
         """The words of its type, and no others."""
@@ -68,7 +70,7 @@ class Rotary(Word):
         for name in ("rope_parameters", "rope_scaling"):
             check(where, name, found.get(name), NONE | TABLE)
         name = "rope_scaling" if found.get("rope_scaling") else "rope_parameters"
-        table = found.get(name) or {}
+        table = (self.absent if found.get(name) is None else found[name]) or {}
         for key, value in table.items():
             if isinstance(value, Mapping):
                 refuse(where, f"{name}[{key!r}]", value, "te_jax reads one RoPE for all layers")

@@ -41,17 +41,21 @@ JOINED = Recast(
 STACKED = Recast(lambda *each: (jnp.stack([a.T for a in each]),), lambda a: tuple(expert.T for expert in a))
 
 
-def _side_by_side(n: int) -> Recast:
+def _in_one_tensor(n: int) -> Recast:
     """n kernels of one size in one tensor [n out, in] as [in, n, out]."""
     ours = lambda a: a.reshape(n, -1, a.shape[-1]).transpose(2, 0, 1)
     return Recast(lambda a: (ours(a),), lambda a: (a.transpose(1, 2, 0).reshape(-1, a.shape[0]),))
 
 
-GATED = JOINED_KV = _side_by_side(2)
-JOINED_QKV = _side_by_side(3)
+GATED = JOINED_KV = _in_one_tensor(2)
+JOINED_QKV = _in_one_tensor(3)
 # Two kernels of gated experts, [E, 2F, H], as two of [E, H, F].
 GATED_STACK = Recast(
     lambda a: tuple(jnp.split(a.swapaxes(1, 2), 2, -1)), lambda a, b: (jnp.concatenate([a, b], -1).swapaxes(1, 2),)
+)
+# Two kernels, or biases, of gated experts in turn along the last axis.
+INTERLEAVED = Recast(
+    lambda a: (a[..., ::2], a[..., 1::2]), lambda a, b: (jnp.stack([a, b], -1).reshape(*a.shape[:-1], -1),)
 )
 TURNED_STACK = Recast(lambda a: (a.swapaxes(1, 2),), lambda a: (a.swapaxes(1, 2),))
 

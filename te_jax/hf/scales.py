@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.core.check import show
+from te_jax.hf.mxfp4 import is_mxfp4
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_axes
@@ -73,13 +74,15 @@ def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
         raise ValueError(f"{where} is {show(said)}; an object in braces is due.")
     blocks = said.get("weight_block_size")
     for key, value, may in (
-        ("quant_method", said.get("quant_method"), ("fp8",)),
+        ("quant_method", said.get("quant_method"), ("fp8", "mxfp4")),
         ("fmt", said.get("fmt", "e4m3"), ("e4m3",)),
         ("weight_block_size", blocks, (None, [SQUARES_128.block, SQUARES_128.block])),
         ("activation_scheme", said.get("activation_scheme", "dynamic"), ("dynamic", "static")),
     ):
         if value not in may:
             raise ValueError(f"{where} has {key}={show(value)}; te_jax reads {' or '.join(map(repr, may))}.")
+    if is_mxfp4(found):  # which is dequantized as it is read
+        return None
     return Scheme(TENSOR if blocks is None else SQUARES_128)
 
 

@@ -243,7 +243,7 @@ _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale")
 _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
-    *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
+    *("num_experts", "capacity_factor", "use_expert_bias", "router_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma"),
 )
 _OF_ROUTERS = ("topk", "score_function", "normalizes", "scores_first", "scaling_factor", "num_groups")

@@ -159,6 +159,24 @@ def olmo3(size: Size, window: int = 4096) -> ModelConfig:
     return replace(olmo2(size), family="olmo3", pattern=(dict(window_size=(window - 1, 0)),) * 3 + (stretched,))
 
 
+def gpt_oss(size: Size, window: int = 128) -> ModelConfig:
+    """OpenAI 2025, https://arxiv.org/abs/2508.10925. Experts and projections have biases, and so have the router's
+    logits; SwiGLU is clamped; softmax has a learned offset, one for each head; every other layer, the first among them,
+    sees the last `window` tokens. RoPE is stretched from 4096 positions to 131072."""
+    far = YarnScaling(32.0, truncate=False)
+    width = size.head_dim or size.hidden // size.heads
+    config = llama(size, 150_000, epsilon=1e-5).with_layer(
+        use_bias=True,
+        softmax_type="learnable",
+        mlp_activations=("clamped_silu", "clamped_linear"),
+        mlp_activation_params=dict(limit=7.0, alpha=1.702, glu_linear_offset=1.0),
+        rotary_pos_emb_scaling=far,
+        attn_logit_scale=far.mscale**2 / math.sqrt(width),
+        **size.moe(router_bias=True, use_bias=True),
+    )
+    return replace(config, family="gpt_oss", pattern=(dict(window_size=(window - 1, 0)), {}))
+
+
 def glm4_moe(size: Size, base: float = 1_000_000) -> ModelConfig:
     """Zhipu AI 2025, https://arxiv.org/abs/2508.06471. Half of a head's channels turn, queries, keys and values have
     biases, larger ones norms of queries and keys; experts are chosen as in `deepseek_v3`, of one group, next to one
@@ -308,6 +326,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "gemma3": gemma3,
     "glm4.5": glm4_moe,
     "phi4": phi3,
+    "gpt-oss": gpt_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,
     "granite3": granite,

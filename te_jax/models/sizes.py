@@ -78,6 +78,7 @@ _qwen3 = functools.partial(Size, head_dim=128, vocab=151936, tied=False)
 _deepseek = functools.partial(Size, latents=Latents(), vocab=129280, tied=False)
 _t5_11 = functools.partial(_t5, gated=True, tied=False)
 _nemotron = functools.partial(Size, head_dim=128, vocab=131072, tied=False)
+_gpt_oss = functools.partial(Size, groups=8, head_dim=64, topk=4, vocab=201088, tied=False)
 
 SIZES = {
     "gpt2": _gpt2(768, 3072, 12, 12),
@@ -120,6 +121,8 @@ SIZES = {
     ),
     "granite3-2b": Size(2048, 8192, 32, 40, groups=8, vocab=49159),
     "smollm3-3b": Size(2048, 11008, 16, 36, groups=4, vocab=128256),
+    "gpt-oss-20b": _gpt_oss(2880, 2880, 64, 24, experts=32),
+    "gpt-oss-120b": _gpt_oss(2880, 2880, 64, 36, experts=128),
     "olmo2-7b": Size(4096, 11008, 32, 32, vocab=100352, tied=False),
     "olmo3-7b": Size(4096, 11008, 32, 32, vocab=100278, tied=False),
     "phi4": Size(5120, 17920, 40, 40, groups=10, vocab=100352, tied=False),

@@ -252,6 +252,7 @@ class MoEBlock(Layer):
         transpose_batch_sequence: bool = False,
         quantization_checkpoint_name: str | None = None,
         params_dtype: jnp.dtype | None = None,
+        router_bias: bool = False,
         *,
         rngs: nnx.Rngs,
     ) -> None: ...

@@ -9,6 +9,7 @@ words:   {word: [types that it may have, default]}, without those that every cla
 every:   the same of the words of every class.
 theta:   the base of RoPE where none is said, or {type of layers: it}; null: the class has none.
 both:    [name, other name, which of them wins where both are given].
+rope:    the dict of RoPE where none is said, if that stretches it.
 derived: {word: its value in the class made without arguments}, where that is not the default.
 rope:    [words of a Llama's config.json, the `rope_parameters` that its model reads].
 """
@@ -26,7 +27,7 @@ HERE = pathlib.Path(__file__).parent
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "deepseek_v3"),
     *("gpt2", "falcon", "bert", "t5", "granitemoehybrid", "nemotron_h", "smollm3", "granite"),
-    *("phi3", "glm4_moe", "gemma3_text", "olmo2", "olmo3"),
+    *("phi3", "glm4_moe", "gemma3_text", "olmo2", "olmo3", "gpt_oss"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
 DERIVED = (
@@ -89,7 +90,8 @@ def family(name: str, base: dict) -> dict:
     ropes = getattr(made, "rope_parameters", None) or {}
     by_type = {of: table["rope_theta"] for of, table in ropes.items() if isinstance(table, dict)}
     theta = (by_type or cls.default_theta) if "rope_parameters" in words else None
-    return dict(words=words, derived=derived, theta=theta, both=both)
+    stretched = dict(rope=ropes) if ropes.get("rope_type", "default") != "default" else {}
+    return dict(words=words, derived=derived, theta=theta, both=both) | stretched
 
 
 def rope_of(words: dict) -> dict:

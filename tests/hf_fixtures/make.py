@@ -166,6 +166,18 @@ MODELS = {
             | dict(rope_scaling=dict(rope_type="linear", factor=2.0))
         )
     ),
+    # Of a vocabulary that two devices can share.
+    "gpt-oss": lambda: hf.GptOssForCausalLM(
+        hf.GptOssConfig(
+            **_LLAMA
+            | dict(intermediate_size=32, head_dim=8, num_local_experts=4, num_experts_per_tok=2, sliding_window=5)
+            | dict(vocab_size=84, swiglu_limit=1.5, attn_implementation="eager")
+            | dict(
+                rope_parameters=dict(rope_type="yarn", factor=8.0, truncate=False, beta_fast=4.0)
+                | dict(rope_theta=1000.0, original_max_position_embeddings=16)
+            )
+        )
+    ),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA | dict(pad_token_id=None))),
     "olmo3": lambda: hf.Olmo3ForCausalLM(
         hf.Olmo3Config(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import linen as nn
+from flax.traverse_util import flatten_dict
 from hf_folders import FIXTURES, tensors
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -109,30 +110,37 @@ def test_onto_a_mesh():
     assert jax.tree.map(lambda a: a.sharding, got) == shardings
 
 
-@pytest.mark.parametrize("name, sizes", [("mixtral", (1, 3)), ("qwen3-moe", (2, 2))])
+@pytest.mark.parametrize("name, sizes", [("mixtral", (1, 3, 1)), ("qwen3-moe", (2, 2, 1)), ("gpt-oss", (2, 2, 2))])
 def test_experts_onto_their_devices(name, sizes):
-    """As the logical axis "expert" says: a device holds its own ones, and its tokens are sent to the others'."""
+    """As the logical axis "expert" says: a device holds its own ones, and its tokens are sent to the others'. Text is
+    generated there, too."""
     model, want = loaded(name)
     due = np.load(FIXTURES / name / "expected.npz")
-    tokens, due = (
-        np.resize(due[a][:, :4], (2 * math.prod(sizes), *due[a][:, :4].shape[1:])) for a in ("tokens", "logits")
-    )
-    mesh = jax.make_mesh(sizes, ("fsdp", "ep"), axis_types=(AxisType.Auto,) * 2)
+    wide = lambda a: np.resize(a, (2 * math.prod(sizes), *a.shape[1:]))
+    mesh = jax.make_mesh(sizes, ("fsdp", "ep", "tp"), axis_types=(AxisType.Auto,) * 3)
+    tokens = wide(due["tokens"][:, :4])
     boxed = jax.eval_shape(model.init, jax.random.key(0), tokens)
-    resource = te.MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    resource = te.MeshResource(fsdp_resource="fsdp", ep_resource="ep", tp_resource="tp")
+    words = None
     with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
         rules = te.sharding.extend_logical_axis_rules(())
         shardings = nn.logical_to_mesh_sharding(nn.get_partition_spec(boxed), mesh, rules)
         _, got = hf.load(FIXTURES / name, shardings=shardings)
-        places = NamedSharding(mesh, P(("fsdp", "ep")))
+        place = functools.partial(jax.device_put, device=NamedSharding(mesh, P(("fsdp", "ep"))))
         with nn.logical_axis_rules(rules):
-            logits = jit(model.apply)(got, jax.device_put(tokens, places))
+            logits = jit(model.apply)(got, place(tokens))
+            if sizes[2] > 1:
+                write = jit(lambda variables, prompts: generate(model, variables, prompts, 5))
+                words = write(got, place(wide(due["tokens"])))
     jax.tree.map(np.testing.assert_array_equal, got, want)
-    experts = got["params"]["layers"]["TransformerLayer_0"]["moe"]
+    experts = {path[-1]: a for path, a in flatten_dict(got["params"]).items() if "moe" in path}
     for kernel in (experts["wi_0"], experts["wi_1"], experts["wo"]):
         assert kernel.addressable_data(0).shape[1] * sizes[1] == kernel.shape[1]
         assert kernel.addressable_data(0).size * math.prod(sizes) == kernel.size
-    np.testing.assert_allclose(logits, due, rtol=0, atol=1e-5 * np.abs(due).max())
+    due_logits = wide(due["logits"][:, :4])
+    np.testing.assert_allclose(logits, due_logits, rtol=0, atol=1e-5 * np.abs(due_logits).max())
+    if words is not None:
+        np.testing.assert_array_equal(words, wide(due["words"][:, :5]))
 
 
 def test_copies_and_left_out_prefixes(tmp_path):

@@ -46,7 +46,7 @@ def defaults(family):
     table = (
         {of: dict(rope_theta=each) for of, each in theta.items()} if isinstance(theta, dict) else {"rope_theta": theta}
     )
-    return words | (dict(rope_parameters=table) if theta else {})
+    return words | (dict(rope_parameters=TABLE[family].get("rope", table)) if theta else {})
 
 
 def refused(family, found, name):
@@ -209,6 +209,10 @@ OTHERS = {  # what would be another function, and was once read past
     ),
     "nemotron_h": OF_NEMOTRON,
     "granite": (dict(attention_bias=True), dict(mlp_bias=True), dict(sliding_window=8), dict(logits_scaling=0)),
+    "gpt_oss": (
+        *(dict(num_experts_per_tok=129), dict(sliding_window=None), dict(layer_types=["full_attention"] * 35)),
+        *(dict(rope_parameters=dict(rope_type="llama3")), dict(swiglu_limit=0), dict(hidden_act="gelu")),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -286,7 +290,7 @@ CHANGED = {  # a family's words of what is changed below
     "granitemoehybrid": DEFAULT | {"shared_intermediate_size", "layer_types"},
     "nemotron_h": {"layers_block_type", "intermediate_size", "vocab_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
-    **dict.fromkeys(("gemma3_text", "olmo3"), DEFAULT | {"layer_types"}),
+    **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
     **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),

@@ -184,6 +184,7 @@ MEANINGS = {
     "output_layernorm": "Puts a norm at the end instead of before self-attention",
     "parallel_attention_mlp": "Attention and MLP read the same input and share one residual connection, as in Falcon",
     "parallel_shared_layernorm": "The MLP reads the norm of attention, as in GPT-J and Falcon 7B",
+    "router_bias": "Logits of the router have a bias",
     "qk_norm_across_heads": "This norm is over the channels of all heads together, as in OLMo 2",
     "TransformerLayer.input_layernorm": "Puts a norm on the inputs of attention or Mamba2",
     "mlp_layernorm": "Puts a norm on the inputs of the MLP or of experts",

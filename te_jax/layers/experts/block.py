@@ -106,6 +106,7 @@ def moe(
     wo_bias: jax.Array | None = None,
     *,
     options: MoEOptions,
+    gate_bias: jax.Array | None = None,
     expert_bias: jax.Array | None = None,
     gamma: jax.Array | None = None,
     beta: jax.Array | None = None,
@@ -124,7 +125,8 @@ def moe(
     h = norm(x), or x without gamma; and a MoEAux.
 
     x:           f32, bf16 or f16 [*B, H]; its T tokens are one batch for the capacity and the losses.
-    gate_kernel: [H, E], cast to x's type; the logits h . gate_kernel are f32.
+    gate_kernel: [H, E], cast to x's type; the logits h . gate_kernel + gate_bias are f32. gate_bias: [E], of any
+                 floating type; None is 0.
     wi:          a tuple of A arrays [E, H, F], one for each of `options.activations` in the order of
                  `te_jax.ops.activation.slots`, as (wi_0, wi_1) of gated ones; an array where A is 1. Quantized from
                  their own type; without a recipe cast to x's. Or what `quantize_experts` makes of them. Or
@@ -166,11 +168,12 @@ def moe(
     Raises ValueError for sizes, and under a recipe for activations that `is_fused` does not know; TypeError for types
     that do not match.
     """
-    x, gate_kernel, gamma, beta, expert_bias, residual = as_jax(x, gate_kernel, gamma, beta, expert_bias, residual)
+    x, gate_kernel, gate_bias, gamma, beta = as_jax(x, gate_kernel, gate_bias, gamma, beta)
+    expert_bias, residual = as_jax(expert_bias, residual)
     wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
     wi_bias = as_jax(*wi_bias) if isinstance(wi_bias, tuple | list) else None if wi_bias is None else as_jax(wi_bias)
     (wo_bias,) = as_jax(wo_bias)
-    _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options)
+    _check_mixture(name, x, (gate_kernel, gate_bias), wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
     experts, block = gate_kernel.shape[-1], hidden_block((*wi, *wo), recipe)
     placement = find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)
@@ -181,7 +184,7 @@ def moe(
     of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
     h, x = _norm_first(x, gamma, beta, through, of_norm)
     batch = _axes_of_batch(h)
-    routing, aux = _routing(h, gate_kernel, expert_bias, options, batch)
+    routing, aux = _routing(h, gate_kernel, gate_bias, expert_bias, options, batch)
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
     y, lost = run_on_devices(run, ExpertInputs(h, routing.weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
     if lost is not None:  # of all devices along the axes of experts
@@ -203,8 +206,10 @@ def _norm_first(x, gamma, beta, through: bool, of_norm: dict[str, Any]):
     )
 
 
-def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
-    """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts."""
+def _check_mixture(name, x, gate, wi, wo, wi_bias, wo_bias, options):
+    """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts. gate: the kernel
+    and the bias of the router."""
+    gate_kernel, gate_bias = gate
     check(name, "options", options, OPTIONS)
     first, (second, *more) = arrays_of(wi), arrays_of(wo)
     check(name, "x", x, FLOAT)
@@ -222,6 +227,7 @@ def _check_mixture(name, x, gate_kernel, wi, wo, wi_bias, wo_bias, options):
         raise ValueError(f"{name}: wi_bias is {len(wi_bias)} arrays; pass {count}, one for each of wi.")
     shapes = [("gate_kernel", gate_kernel, (width, routed)), ("wo", second, (experts, hidden, width))]
     shapes += [("wi_bias", bias, (experts, hidden)) for bias in wi_bias or ()]
+    shapes += [] if gate_bias is None else [("gate_bias", gate_bias, (routed,))]
     shapes += [] if wo_bias is None else [("wo_bias", wo_bias, (experts, width))]
     for what, a, shape in shapes:
         check(name, what, a, FLOAT)
@@ -259,14 +265,17 @@ def _shared_over(collective, a, axes: frozenset[str]):
     return collective(a, tuple(sorted(axes))) if axes else a
 
 
-def _routing(h, gate_kernel, expert_bias, options: MoEOptions, batch: frozenset[str]) -> tuple[Routing, MoEAux]:
+def _routing(
+    h, gate_kernel, gate_bias, expert_bias, options: MoEOptions, batch: frozenset[str]
+) -> tuple[Routing, MoEAux]:
     """The routing of the tokens here, in which pairs beyond the capacity have the expert E; and the MoEAux of the
     tokens of all devices along the mesh axes `batch`."""
     precision = lax.Precision.HIGHEST if h.dtype == jnp.float32 else None  # not TF32, since the logits decide
-    h, gate_kernel, expert_bias = align(h, gate_kernel, expert_bias)
+    h, gate_kernel, gate_bias, expert_bias = align(h, gate_kernel, gate_bias, expert_bias)
     axes = (h.ndim - 1,), gate_kernel, (0,)
     spec = dense_spec(jax.typeof(h), jax.typeof(gate_kernel), 1)
     logits = with_names(product("router")(dot)(h, *axes, jnp.float32, precision, spec), GEMM)
+    logits = logits if gate_bias is None else logits + as_rank(gate_bias.astype(jnp.float32), logits.ndim)
     routing = with_names(route(logits, options.router, expert_bias=expert_bias), STATISTICS)
     unbiased = routing if expert_bias is None else route(logits, options.router)
     one_mean = batch
