@@ -119,6 +119,9 @@ def load(
     What te_jax does not use of config.json, and the folder, are kept in `model.config.origin`, by which `save` writes
     them again.
 
+    A base model's tensors may have no prefix ("model.", "transformer."); a head that is not tied has to be there, too.
+    A tied embedding may stand under the head's name.
+
     A T5's head is the embedding unless the files have another one, whatever its config.json says, as in transformers.
 
     Raises FileNotFoundError for files that are not there; ValueError, naming the file, for one that can not be read,
@@ -145,7 +148,7 @@ def load(
     with files.Checkpoint(folder) as opened:
         checkpoint = Unpacked(opened, folder) if is_mxfp4(found) else opened
         check_sizes(config, found, checkpoint.tensors, folder)
-        names = current_names(checkpoint, family, folder)
+        names = current_names(checkpoint, config, folder)
         held = {name: checkpoint.tensors[file] for name, file in names.items()}
         read = lambda name: checkpoint.read(names[name])
         model = family.model(_config_by_files(config, family, found, held, read), scan=scan, **fields)

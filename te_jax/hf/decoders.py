@@ -200,6 +200,7 @@ def of_llama(
         (*_OF_LLAMA, *checks),
         tensors,
         unread=ROPE_TABLES,
+        prefix="model.",
         tied=head_of("model.embed_tokens"),
     )
 

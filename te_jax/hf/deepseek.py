@@ -196,6 +196,7 @@ DEEPSEEK_V3 = Family(
     _CHECKS,
     _deepseek_rules,
     ROPE_TABLES,
+    prefix="model.",
     tied=head_of("model.embed_tokens"),
     spare=layers_behind(_LAYERS),
     without_spare=NONE_BEHIND,

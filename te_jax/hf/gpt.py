@@ -1,10 +1,11 @@
 """Decoders of other names than Llama's: GPT-2, Falcon."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax.numpy as jnp
 
-from te_jax.core.check import BOOL, NONE, RATE
+from te_jax.core.check import BOOL, NONE, RATE, one_of
 from te_jax.hf import rules
 from te_jax.hf.family import (
     ALL_SEE_ALL,
@@ -45,6 +46,24 @@ def _four_times(name: str) -> Callable[[Said], int]:
     return of
 
 
+# What transformers calls them. Several names may mean one function; the first is written.
+_ACTIVATIONS: dict[str, Any] = {
+    **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu"),
+    "gelu": families.exact_gelu,
+    "quick_gelu": "quick_gelu",
+    "relu": "relu",
+    **dict.fromkeys(("silu", "swish"), "silu"),
+}
+
+
+def _name_of_activation(c: ModelConfig) -> str:
+    held = tuple(c.layer["mlp_activations"])
+    name = next((name for name, ours in _ACTIVATIONS.items() if (ours,) == held), None)
+    if name is None:
+        raise ValueError(f"te_jax.hf: a {c.family} has mlp_activations of one of {[*_ACTIVATIONS.values()]}.")
+    return name
+
+
 _GPT2 = (
     VOCAB,
     Word("n_positions", SIZE, also=("max_position_embeddings",), to=("max_positions",)),
@@ -56,7 +75,14 @@ _GPT2 = (
     dropout("resid_pdrop", "hidden_dropout"),
     dropout("attn_pdrop", "attention_dropout"),
     TIED,
-    fixed("activation_function", "gelu_new"),
+    Word(
+        "activation_function",
+        one_of(*_ACTIVATIONS),
+        "gelu_new",
+        to=("layer/mlp_activations",),
+        ours=lambda said: ((_ACTIVATIONS[said["activation_function"]],),),
+        theirs=_name_of_activation,
+    ),
     fixed("scale_attn_weights", True),
     fixed("scale_attn_by_inverse_layer_idx", False),
     fixed("add_cross_attention", False),
@@ -232,6 +258,7 @@ GPTS = (
         (divides("num_attention_heads", "hidden_size"), even_width, _arrangement, ALL_SEE_ALL),
         _falcon_rules,
         ROPE_TABLES,
+        prefix="transformer.",
         tied=head_of("transformer.word_embeddings"),
     ),
 )

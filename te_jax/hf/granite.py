@@ -238,6 +238,7 @@ GRANITE_HYBRID = Family(
     _GRANITE_CHECKS,
     _granite_rules,
     ROPE_TABLES,
+    prefix="model.",
     tied=head_of("model.embed_tokens"),
 )
 GRANITE = of_llama(

@@ -244,6 +244,7 @@ NEMOTRON_H = Family(
     _OF_NEMOTRON,
     _NEMOTRON_CHECKS,
     _nemotron_rules,
+    prefix="backbone.",
     tied=head_of("backbone.embeddings"),
     spare=_of_predicted,
     without_spare={_PREDICTED.name: 0},

@@ -190,9 +190,11 @@ def check_tensors(plan: Conversion, scheme: Scheme | None, held: Mapping[str, fi
             raise ValueError(f"{where} has {name} of type {held[name].dtype}; te_jax reads {', '.join(types[name])}.")
 
 
-def current_names(checkpoint: files.Checkpoint | Unpacked, family: Family, folder: Path) -> dict[str, str]:
+def current_names(checkpoint: files.Checkpoint | Unpacked, config: ModelConfig, folder: Path) -> dict[str, str]:
     """The tensors by the names of today, with the family's prefix, which some checkpoints leave out: {name: its name
-    in the file}. Raises ValueError where two tensors have one name of today."""
+    in the file}. Of a tied tensor a copy may be there instead. Raises ValueError where two tensors have one name of
+    today."""
+    family = family_of(config.family)
     today = {}
     for name in checkpoint.tensors:
         end = next((end for end in family.older if name.endswith(end[0])), None)
@@ -205,4 +207,7 @@ def current_names(checkpoint: files.Checkpoint | Unpacked, family: Family, folde
             raise ValueError(
                 f"te_jax.hf: {folder} has {files.quote(names[name])} and {files.quote(file)}, names of one tensor."
             )
+    for copy, source in family.tied.items() if config.tie_embeddings else ():
+        if source not in names and copy in names:
+            names[source] = names.pop(copy)
     return names

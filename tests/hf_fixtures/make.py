@@ -193,6 +193,13 @@ MODELS = {
             vocab_size=VOCAB, n_embd=32, n_layer=2, n_head=4, n_positions=64, bos_token_id=None, eos_token_id=None
         )
     ),
+    # With the other gelu.
+    "gpt2-gelu": lambda: hf.GPT2LMHeadModel(
+        hf.GPT2Config(
+            **dict(vocab_size=VOCAB, n_embd=32, n_layer=1, n_head=4, n_positions=64, bos_token_id=None),
+            **dict(eos_token_id=None, activation_function="gelu"),
+        )
+    ),
     "falcon-7b": lambda: hf.FalconForCausalLM(hf.FalconConfig(**_FALCON)),
     "falcon-40b": lambda: hf.FalconForCausalLM(
         hf.FalconConfig(**_FALCON, num_kv_heads=2, new_decoder_architecture=True)

@@ -198,7 +198,12 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(n_group=7), dict(topk_group=9), dict(num_experts_per_tok=6), dict(first_k_dense_replace=10**6)),
         *(dict(scoring_func="softmax"), dict(moe_layer_freq=2), dict(rms_norm_eps=1e-5), dict(attention_bias=True)),
     ),
-    "gpt2": (dict(scale_attn_by_inverse_layer_idx=True), dict(scale_attn_weights=False), dict(n_head=7)),
+    "gpt2": (
+        dict(activation_function="mish"),
+        dict(scale_attn_by_inverse_layer_idx=True),
+        dict(scale_attn_weights=False),
+        dict(n_head=7),
+    ),
     "falcon": (
         *(dict(num_ln_in_parallel_attn=2), dict(num_ln_in_parallel_attn=3), dict(multi_query=False), dict(alibi=True)),
         *(dict(new_decoder_architecture=True), dict(parallel_attn=False), dict(bias=True), dict(head_dim=63)),

@@ -1,0 +1,105 @@
+"""te_jax.hf on all fixtures: folders of base models, heads that are tied or not, and layers of te_jax.nnx."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from hf_folders import FIXTURES, tensors
+
+import te_jax.nnx as te_nnx
+from te_jax import hf
+from te_jax.hf import files
+from te_jax.models import CausalLM
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import save_file
+
+NAMES = sorted(path.parent.name for path in FIXTURES.glob("*/expected.npz"))
+WORDS = {name: json.loads((FIXTURES / name / "config.json").read_text()) for name in NAMES}
+FAMILY = {name: hf.FAMILIES[words["model_type"]] for name, words in WORDS.items()}
+DECODERS = [name for name, family in FAMILY.items() if family.model is CausalLM]
+HEAD = "lm_head.weight"
+
+
+def folder_of(name, path, held, **words):
+    """A folder with the fixture's config.json, with these words, and these tensors."""
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(WORDS[name] | words))
+    save_file({key: np.ascontiguousarray(a) for key, a in held.items()}, path / files.ONE)
+    return path
+
+
+def is_tied(name):
+    return hf.read_config(FIXTURES / name).tie_embeddings
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_base_models(name, tmp_path):
+    """Their tensors have no prefix, but the head next to them; and a tied embedding may stand under the head's name."""
+    family, held = FAMILY[name], tensors(FIXTURES / name)
+    bare = {key.removeprefix(family.prefix): a for key, a in held.items()}
+    assert bare.keys() - held.keys()
+    _, want = hf.load(FIXTURES / name)
+    got = [hf.load(folder_of(name, tmp_path / "bare", bare))[1]]
+    if is_tied(name):
+        source = family.tied[HEAD]
+        got.append(
+            hf.load(folder_of(name, tmp_path / "head", {HEAD if key == source else key: a for key, a in held.items()}))[
+                1
+            ]
+        )
+    for each in got:
+        jax.tree.map(np.testing.assert_array_equal, each, want)
+
+
+@pytest.mark.parametrize("name", DECODERS)
+def test_tied_or_not(name, tmp_path):
+    """The other one than the fixture, there and back; a head that is missing is told."""
+    family, held = FAMILY[name], tensors(FIXTURES / name)
+    source = family.tied[HEAD]
+    if is_tied(name):
+        changed = held | {HEAD: held[source][::-1]}
+    else:
+        changed = {key: a for key, a in held.items() if key != HEAD}
+        with pytest.raises(ValueError, match=f"lacks tensors of a {family.name} of its config.json: {HEAD}"):
+            hf.load(folder_of(name, tmp_path / "headless", changed))
+    tied = not is_tied(name)
+    if tied and "False (te_jax reads no other)" in str(family.words):
+        return
+    model, variables = hf.load(folder_of(name, tmp_path / "other", changed, tie_word_embeddings=tied))
+    assert model.config.tie_embeddings == tied and ("head" in variables["params"]) != tied
+    hf.save(tmp_path / "again", model, variables)
+    again = tensors(tmp_path / "again")
+    assert again.keys() == changed.keys()
+    assert all(a.tobytes() == changed[key].tobytes() for key, a in again.items())
+
+
+NEW = ("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss")
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_nnx(name):
+    """The layers of te_jax.nnx between the embedding and the head give transformers' logits."""
+    model, variables = hf.load(FIXTURES / name, scan=False)
+    c, due = model.config, np.load(FIXTURES / name / "expected.npz")
+    params = variables["params"]
+    layers = []
+    for i in range(c.num_layers):
+        own = {kind: of[f"layer_{i}"]["TransformerLayer_0"] for kind, of in variables.items() if f"layer_{i}" in of}
+        module = te_nnx.TransformerLayer(**c.fields_of_layer(i), rngs=nnx.Rngs(0))
+        layers.append(te_nnx.from_linen(own, module))
+
+    @nnx.jit
+    def run(layers, x):
+        for layer in layers:
+            x = layer(x, deterministic=True)
+        return x
+
+    x = run(layers, jnp.asarray(params["embedding"][due["tokens"]]) * c.embedding_scale)
+    scale = params["final_norm"]["scale"] + bool(c.layer.get("zero_centered_gamma"))
+    x = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + c.layer["layernorm_epsilon"]) * scale
+    logits = np.asarray(x) * c.output_scale @ np.asarray(params.get("head", params["embedding"])).T
+    np.testing.assert_allclose(logits, due["logits"], rtol=0, atol=1e-5 * np.abs(due["logits"]).max())
