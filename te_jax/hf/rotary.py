@@ -138,14 +138,15 @@ class Rotary(Word):
 
 @dataclass(frozen=True)
 class RotaryByType(Rotary):
-    """A dict of dicts by the types of layers; older ones have `rope_scaling` of layers of the type "full_attention",
-    and bases outside.
+    """A dict of dicts by the types of layers; older ones have `rope_scaling` of some types, and bases outside.
 
     default: {type: the base where none is said}.
     outside: (type, the word outside of it that says the base, too).
+    scaled:  the types that `rope_scaling` belongs to.
     """
 
     outside: tuple[tuple[str, str], ...] = ()
+    scaled: tuple[str, ...] = ("full_attention",)
 
     def value(self, where: str, said: Said) -> dict[str, dict[str, Any]]:
         """{type: the words of its RoPE}."""
@@ -165,7 +166,7 @@ class RotaryByType(Rotary):
         made = {}
         for key, base in self.default.items():
             table = {**(tables.get(key) or {})}
-            if key == "full_attention":
+            if key in self.scaled:
                 table |= scaling
             base = found.get(dict(self.outside).get(key, ""), base)
             inside = Said({name: value for name, value in found.items() if name not in ("rope_theta", _LENGTH)})

@@ -50,7 +50,7 @@ class EncoderLM(Model):
             return x
         axes = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
         y = te_flax.DenseGeneral(c.hidden_size, **axes, **self.dtypes, name="head_dense")(x)
-        y = self._norm("head_norm", activation(y[..., None, :], c.layer["mlp_activations"]))
+        y = self._norm("head_norm", activation(y[..., None, :], c.layer["mlp_activations"][:1]))
         bias = parameter(self, "head_bias", nn.initializers.zeros, (W_TP_AXES,), (c.vocab_size,))
         return self._head(y, labels, embedding, reduction, bias)
 

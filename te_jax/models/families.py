@@ -53,6 +53,24 @@ def bert(size: Size, positions: int = 512) -> ModelConfig:
     return size.model(layer, family="bert", max_positions=positions, **others)
 
 
+def modernbert(size: Size, around: int = 64) -> ModelConfig:
+    """Warner et al. 2024, https://arxiv.org/abs/2412.13663. Norms come first, but that attention of the first layer has
+    none, as the embeddings have one; RoPE; two of three layers see `around` tokens on either side."""
+    layer = size.layer(
+        layernorm_epsilon=1e-5,
+        mlp_activations=(exact_gelu, "linear"),
+        self_attn_mask_type="padding",
+        enable_rotary_pos_emb=True,
+        rotary_pos_emb_group_method="alternate",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    near = dict(window_size=(around, around), rotary_pos_emb_windows=(1, 10_000.0))
+    far = dict(rotary_pos_emb_windows=(1, 160_000.0))
+    others = dict(embedding_norm=True, head_transform=True, first=(far | dict(input_layernorm=False),))
+    return size.model(layer, family="modernbert", pattern=(near, near, far), **others)
+
+
 def t5(size: Size) -> ModelConfig:
     """Raffel et al. 2019, https://arxiv.org/abs/1910.10683. RMSNorm first, no biases, relative positions: in the
     encoder both ways, in the decoder only of the past; one table of them for each stack."""
@@ -312,6 +330,7 @@ def nemotron_h(size: Size) -> ModelConfig:
 PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size's name -> its family
     "gpt2": gpt2,
     "bert": bert,
+    "modernbert": modernbert,
     "t5": t5,
     "llama3": llama3,
     "llama2": llama,

@@ -209,6 +209,13 @@ MODELS = {
     "bert-untied": lambda: hf.BertForMaskedLM(
         hf.BertConfig(**_BERT | dict(num_hidden_layers=1, tie_word_embeddings=False))
     ),
+    "modernbert": lambda: hf.ModernBertForMaskedLM(
+        hf.ModernBertConfig(
+            **_BERT
+            | dict(num_hidden_layers=3, local_attention=4, pad_token_id=None, bos_token_id=None)
+            | dict(eos_token_id=None, cls_token_id=None, sep_token_id=None, attn_implementation="eager")
+        )
+    ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, feed_forward_proj="relu")),
     "t5-v1.1": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(**_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=1)
@@ -242,6 +249,8 @@ def expected(name: str, model) -> dict:
         types = (torch.arange(11) > 4).long().expand(2, 11)
         logits = model(tokens, attention_mask=mask, token_type_ids=types).logits
         return out | dict(types=types, logits=logits)
+    if name.startswith("modernbert"):
+        return out | dict(logits=model(tokens, attention_mask=mask).logits)
     greedy = dict(max_new_tokens=WORDS, do_sample=False, use_cache=True)
     if name.startswith("t5"):
         encoded = dict(input_ids=tokens, attention_mask=mask)

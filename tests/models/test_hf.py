@@ -42,6 +42,8 @@ def ours(model, variables, due):
     family, lengths = model.config.family, due["lengths"]
     if family == "bert":
         return model.apply(variables, due["tokens"], token_types=due["types"], lengths=lengths), None
+    if "words" not in due:
+        return model.apply(variables, due["tokens"], lengths=lengths), None
     if family == "t5":
         context = dict(encoded=model.apply(variables, inputs=due["tokens"], input_lengths=lengths))
         context |= dict(input_lengths=lengths)
@@ -61,7 +63,7 @@ def test_transformers(name, tmp_path):
     due = dict(np.load(FIXTURES / name / "expected.npz"))
     model, variables = loaded(name)
     logits, words = jit(functools.partial(ours, model))(variables, due)
-    known = np.arange(11) < due["lengths"][:, None] if model.config.family == "bert" else ...
+    known = np.arange(11) < due["lengths"][:, None] if words is None else ...
     np.testing.assert_allclose(logits[known], due["logits"][known], rtol=0, atol=1e-5 * np.abs(due["logits"]).max())
     if words is not None:
         np.testing.assert_array_equal(words, due["words"])

@@ -218,6 +218,10 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(num_experts_per_tok=129), dict(sliding_window=None), dict(layer_types=["full_attention"] * 35)),
         *(dict(rope_parameters=dict(rope_type="llama3")), dict(swiglu_limit=0), dict(hidden_act="gelu")),
     ),
+    "modernbert": (
+        *(dict(norm_bias=True), dict(attention_dropout=0.1), dict(num_attention_heads=7), dict(layer_types=[])),
+        *(dict(hidden_activation="silu"), dict(decoder_bias=False), dict(global_attn_every_n_layers=0)),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -295,7 +299,7 @@ CHANGED = {  # a family's words of what is changed below
     "granitemoehybrid": DEFAULT | {"shared_intermediate_size", "layer_types"},
     "nemotron_h": {"layers_block_type", "intermediate_size", "vocab_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
-    **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss"), DEFAULT | {"layer_types"}),
+    **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss", "modernbert"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
     **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),
