@@ -81,10 +81,8 @@ _MODERNBERT = words_of(
         theirs=lambda c: [type_by_window(c.fields_of_layer(i)) for i in range(c.num_layers)],
     ),
     *(unused(name, NONE | integer()) for name in ("cls_token_id", "sep_token_id")),
-    *(
-        unused(name, number())
-        for name in ("initializer_cutoff_factor", "embedding_dropout", "sparse_pred_ignore_index")
-    ),
+    *(unused(name, number()) for name in ("initializer_cutoff_factor", "embedding_dropout")),
+    unused("sparse_pred_ignore_index", integer()),
     *(unused(name, BOOL) for name in ("deterministic_flash_attn", "sparse_prediction")),
     unused("classifier_pooling", one_of("cls", "mean")),
     vocab_size=50368,
