@@ -124,7 +124,8 @@ FIELDS: dict[str, Kind] = {
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
-    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups linear_num_key_heads gate_rank"),
+    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups attention_chunk_size"),
+    **_each(NONE | _POSITIVE, "linear_num_key_heads gate_rank"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
@@ -140,6 +141,7 @@ FIELDS: dict[str, Kind] = {
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
     **_each(tuple_of(integer()), "intermediate_hidden_dropout_dims"),
     **_each(SOFTCAP, "attn_logit_softcap"),
+    **_each(NONE | tuple_of(number(above=0), 2), "attn_temperature"),
     **_each(WINDOW, "window_size cross_window_size"),
     # the loss
     **_each(RATE, "label_smoothing"),
@@ -152,7 +154,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
-    **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias"),
+    **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias weights_before_experts"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
     **_each(BOOL, "allow_neg_eigval"),
@@ -355,7 +357,8 @@ def logits_have_one_scale(module) -> str | None:
 _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_LATENT = (
     "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
-    "enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale"
+    "enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale attention_chunk_size "
+    "attn_temperature"
 ).split()
 
 

@@ -30,13 +30,13 @@ def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, deco
         scaling=module.rotary_pos_emb_scaling,
     )
     batch_first = (lambda x: jnp.swapaxes(x, 0, 1)) if module.transpose_batch_sequence else (lambda x: x)
-    at = _rotary_positions(module, positions, mask, inputs_q, inputs_kv, decode)
+    at = positions_of(module, positions, mask, inputs_q, inputs_kv, decode)
     turns = zip(arrays, at, _TURNED[len(arrays)])
     turned = [batch_first(turn(batch_first(x), where, turned=count)) for x, where, count in turns]
     return *turned, *arrays[len(turned) :]
 
 
-def _rotary_positions(module, positions, mask, inputs_q, inputs_kv, decode: bool):
+def positions_of(module, positions, mask, inputs_q, inputs_kv, decode: bool):
     """The positions of the queries and of the keys; None is 0, 1, 2, ..."""
     if positions is not None and inputs_kv is not None:
         raise ValueError(f"{describe(module)}: positions are for self-attention; pass a SequenceDescriptor as mask.")

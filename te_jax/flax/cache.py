@@ -109,14 +109,15 @@ class KVCache:
             queries = jnp.sum(self._fits, 1, dtype=jnp.int32)
             return SequenceDescriptor.from_seqlens((queries, jnp.clip(self.positions[:, 0] + queries, 0, self._size)))
         slots = jnp.broadcast_to(jnp.arange(self._size), self._written.shape)
-        ids = self._fits.astype(jnp.int32), self._written.astype(jnp.int32)
+        part = lambda at: 1 if self._chunk is None else at // self._chunk + 1
+        ids = jnp.where(self._fits, part(self.positions), 0), jnp.where(self._written, part(slots), 0)
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
 
     def fields(self) -> dict[str, Any]:
         """The fields of attention that read otherwise on the cache. The cache is not cut along an axis; and positions
         count from the row's first token, so that the top left and the bottom right are the same."""
         whole = dict(context_parallel_axis=None, context_parallel_causal_load_balanced=False)
-        if self.fresh or self._band.right != 0:
+        if self.fresh or not self._ends_together or self._band.right != 0:
             return whole
         return whole | dict(attn_mask_type="padding_causal_bottom_right")
 
@@ -128,7 +129,11 @@ class KVCache:
     @property
     def _ends_together(self) -> bool:
         """Whether lengths say what a query sees: all keys, or keys up to its own position, counted from the end."""
-        return self._band.right == 0 or self._band.is_open
+        return self._chunk is None and (self._band.right == 0 or self._band.is_open)
+
+    @property
+    def _chunk(self) -> int | None:
+        return getattr(self._module, "attention_chunk_size", None)
 
     def columns(self, name: str, x: Any) -> Any:
         """A mask or bias, whose last axis is the T slots (or 1), cut to the keys that attention reads."""

@@ -8,7 +8,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax import _refused
+from te_jax.flax._by_position import by_chunks, temper
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
+from te_jax.flax._context import Context
 from te_jax.flax._fields import (
     Module,
     check_call,
@@ -65,6 +67,10 @@ class MultiHeadAttention(Module):
     qk_norm_before_rope:   False: the norm follows RoPE, as in Llama 4; Qwen 3 and Gemma 3 need True.
     qk_norm_across_heads:  the norm is over the channels of all heads together, h*d of queries and g*d of keys, as in
                            OLMo 2. Devices that share the heads gather them for it.
+    attention_chunk_size:  c: in self-attention a query sees only keys of its own chunk of c positions, 0 .. c - 1, c ..
+                           2 c - 1, ..., as in Llama 4; for attention the chunks are segments of the row.
+    attn_temperature:      (n, a): queries at position p are multiplied by 1 + a log(1 + floor((p + 1) / n)), as in
+                           layers of Llama 4 without RoPE (https://arxiv.org/abs/2501.19399).
     Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
     in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
     are older names: the error says the newer name.
@@ -127,6 +133,8 @@ class MultiHeadAttention(Module):
     attn_logit_softcap: float | None = None
     attn_logit_scale: float | None = None
     qk_norm_across_heads: bool = False
+    attention_chunk_size: int | None = None
+    attn_temperature: tuple[float, float] | None = None
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER
@@ -193,12 +201,20 @@ class MultiHeadAttention(Module):
         cache = KVCache(self, inputs_q, mask, max_decode_length) if decode else None
         arrays, normed, through = project(self, names, *inputs, norm_output, residual)
         arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
-        if self.enable_rotary_pos_emb:
+        by_position = self.attn_temperature is not None or self.attention_chunk_size is not None
+        if by_position and inputs[1] is not None:
+            raise ValueError(
+                f"{describe(self)}: attn_temperature and attention_chunk_size are for self-attention; leave them, or "
+                "inputs_kv, out."
+            )
+        if self.enable_rotary_pos_emb or self.attn_temperature is not None:
             positions = cache.positions if cache and positions is None else positions
-            arrays = rotate(self, arrays, positions, mask, *inputs, decode)
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
+        where = positions, mask, *inputs, decode
+        arrays = rotate(self, arrays, *where) if self.enable_rotary_pos_emb else arrays
         arrays = arrays if self.qk_norm_before_rope else normalize_heads(self, arrays)
+        arrays = temper(self, arrays, *where)
         arrays = cache.extend(arrays) if cache else arrays
         scale = self.attn_logit_scale if self.scale_attn_logits else 1.0
         context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
@@ -228,10 +244,19 @@ def attend_heads(
     fields, descriptor = shared_fields(module, DotProductAttention), None
     if isinstance(mask, SequenceDescriptor):
         mask, descriptor = None, mask
+    chunk = getattr(module, "attention_chunk_size", None)
+    if chunk is not None and not cache and Context.of(module) is not None:
+        raise ValueError(
+            f"{describe(module)}: attention_chunk_size is {chunk}, but the sequence is cut along a mesh axis; set "
+            "context_parallel_axis=None."
+        )
     if cache:
         descriptor = cache.descriptor()
         mask, bias = cache.columns("mask", mask), cache.columns("bias", bias)
         fields |= cache.fields()
+    if chunk is not None and (not cache or cache.fresh):
+        shape = arrays[0].shape[1::-1] if module.transpose_batch_sequence else arrays[0].shape[:2]
+        descriptor = by_chunks(descriptor, *shape, chunk)
     arrays = repeat_groups(*arrays)
     fields |= dict(num_gqa_groups=arrays[-1].shape[-2], qkv_layout=_LAYOUTS[len(arrays)], **own)
     core = DotProductAttention(**fields, name="DotProductAttention_0")

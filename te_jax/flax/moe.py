@@ -84,6 +84,12 @@ def tokens_find_experts(module: nn.Module) -> str | None:
     router_of(module).check_experts(module.num_experts)
 
 
+def weighed_tokens_have_one_expert(module: nn.Module) -> str | None:
+    """`weights_before_experts` needs `num_experts_per_tok` 1."""
+    if module.weights_before_experts and module.num_experts_per_tok != 1:
+        return f"weights_before_experts is True, but num_experts_per_tok is {module.num_experts_per_tok}; pass 1 for it"
+
+
 def sequences_are_rows(module: nn.Module) -> str | None:
     """`per_sequence_loss` needs arrays [batch, sequence, ...]."""
     if module.per_sequence_loss and module.transpose_batch_sequence:
@@ -113,6 +119,8 @@ class MoEBlock(Module):
                        which no optimizer sees. The gradient of that collection is the counts of tokens, by which the
                        loads are evened out (`TrainState`, or `update_expert_bias`).
     router_bias:       logits of the router have a bias.
+    weights_before_experts: an expert gets the token times its weight, instead of the result; for one expert of a
+                       token, as in Llama 4.
     enable_layernorm:  a norm in front, as in `LayerNormMLP`, and the fields of it.
     gate_axes, kernel_axes_1, kernel_axes_2, bias_axes_1, bias_axes_2: logical axes of the parameters.
     ffn1_ckpt_name, ffn2_ckpt_name: names of the activation's input and of the result for `jax.checkpoint` policies.
@@ -165,9 +173,15 @@ class MoEBlock(Module):
     quantization_checkpoint_name: str | None = None
     params_dtype: jnp.dtype | None = None
     router_bias: bool = False
+    weights_before_experts: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (activations_take_their_params, tokens_find_experts, sequences_are_rows)
+        rules = (
+            activations_take_their_params,
+            tokens_find_experts,
+            sequences_are_rows,
+            weighed_tokens_have_one_expert,
+        )
 
     @nn.compact
     def __call__(
@@ -201,7 +215,7 @@ class MoEBlock(Module):
 
     def _options(self) -> MoEOptions:
         params = None if self.activation_params is None else dict(self.activation_params)
-        of_call = self.capacity_factor, self.per_sequence_loss, self.exchange
+        of_call = self.capacity_factor, self.per_sequence_loss, self.exchange, self.weights_before_experts
         return MoEOptions(router_of(self), self.activations, params, *of_call)
 
     def _experts(self, h, gate, wi, wo, residual, of_norm):

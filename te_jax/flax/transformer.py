@@ -106,6 +106,7 @@ class TransformerLayer(Module):
                         it.
     qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
+    attention_chunk_size, attn_temperature: as in `MultiHeadAttention`, for self-attention.
     post_norms:         a norm of what each sub-block gives, before dropout and residual, in addition to the norm before
                         it, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     input_layernorm, mlp_layernorm: the norms in front of attention or Mamba2, and in front of the MLP or experts. In
@@ -114,8 +115,7 @@ class TransformerLayer(Module):
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 74.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 76.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 79.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
@@ -202,6 +202,8 @@ class TransformerLayer(Module):
     qk_norm_across_heads: bool = False
     input_layernorm: bool = True
     mlp_layernorm: bool = True
+    attention_chunk_size: int | None = None
+    attn_temperature: tuple[float, float] | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -358,6 +360,7 @@ class TransformerLayer(Module):
         if self.kv_lora_rank is not None:
             return MultiHeadLatentAttention(**shared_fields(self, MultiHeadLatentAttention) | own, name=name)
         rotary = self.cross_rotary_pos_emb if cross else self.enable_rotary_pos_emb
+        own |= dict.fromkeys(("attention_chunk_size", "attn_temperature")) if cross else {}
         own |= dict(
             head_dim=head_width(self),
             attn_bias_type="no_bias" if cross else self.self_attn_bias_type,

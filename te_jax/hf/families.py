@@ -8,6 +8,7 @@ from te_jax.hf.glm import GLM4_MOE
 from te_jax.hf.gpt import GPTS
 from te_jax.hf.gpt_oss import GPT_OSS
 from te_jax.hf.granite import GRANITE, GRANITE_HYBRID
+from te_jax.hf.llama4 import LLAMA4_TEXT
 from te_jax.hf.modernbert import MODERNBERT
 from te_jax.hf.nemotron import NEMOTRON_H
 from te_jax.hf.olmo import OLMO2, OLMO3
@@ -15,5 +16,5 @@ from te_jax.hf.phi import PHI3
 from te_jax.hf.smollm import SMOLLM3
 
 _LIKE_LLAMA = (*DECODERS, GEMMA3_TEXT, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE)
-_OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, GRANITE_HYBRID, NEMOTRON_H)
+_OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, LLAMA4_TEXT, GRANITE_HYBRID, NEMOTRON_H)
 FAMILIES = {family.name: family for family in (*_LIKE_LLAMA, *_OTHER_DECODERS, *ENCODERS, MODERNBERT)}

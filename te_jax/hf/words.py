@@ -238,13 +238,14 @@ _OF_LAYERS = (
     *("attn_logit_softcap", "post_norms", "apply_residual_connection_post_layernorm", "output_layernorm"),
     *("parallel_attention_mlp", "parallel_shared_layernorm", "enable_rotary_pos_emb", "qk_norm_type"),
     *("attn_logit_scale", "residual_multiplier", "sublayers", "input_layernorm", "mlp_layernorm"),
+    *("attention_chunk_size", "attn_temperature"),
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale")
 _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
-    *("num_experts", "capacity_factor", "use_expert_bias", "router_bias", "activations", "activation_params"),
-    *("layernorm_type", "epsilon", "zero_centered_gamma"),
+    *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
+    *("layernorm_type", "epsilon", "zero_centered_gamma", "router_bias", "weights_before_experts"),
 )
 _OF_ROUTERS = ("topk", "score_function", "normalizes", "scores_first", "scaling_factor", "num_groups")
 _OF_SSM = (

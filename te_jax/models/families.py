@@ -195,6 +195,18 @@ def gpt_oss(size: Size, window: int = 128) -> ModelConfig:
     return replace(config, family="gpt_oss", pattern=(dict(window_size=(window - 1, 0)), {}))
 
 
+def llama4(size: Size, base: float = 500_000, scaling: Llama3Scaling | None = None) -> ModelConfig:
+    """Meta 2025, https://ai.meta.com/blog/llama-4-multimodal-intelligence (text). Three of four layers have RoPE, of
+    neighbours, then L2 norms of queries and keys, and chunks of 8192 tokens; the fourth has neither, and a temperature
+    by position. A token has one expert, which its sigmoid weighs beforehand, next to one that all tokens meet."""
+    chosen = dict(score_function="sigmoid", num_shared_experts=1, weights_before_experts=True)
+    width = size.head_dim or size.hidden // size.heads
+    norms = dict(qk_norm_type="l2normalization", qk_norm_eps=width * 1e-5, attn_logit_scale=width**0.5)
+    near, far = dict(attention_chunk_size=8192, **norms), dict(attn_temperature=(8192.0, 0.1), **NO_ROPE)
+    config = llama(size, base, scaling).with_layer(rotary_pos_emb_group_method="consecutive", **size.moe(**chosen))
+    return replace(config, family="llama4_text", pattern=(near, near, near, far))
+
+
 def glm4_moe(size: Size, base: float = 1_000_000) -> ModelConfig:
     """Zhipu AI 2025, https://arxiv.org/abs/2508.06471. Half of a head's channels turn, queries, keys and values have
     biases, larger ones norms of queries and keys; experts are chosen as in `deepseek_v3`, of one group, next to one
@@ -345,6 +357,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "gemma3": gemma3,
     "glm4.5": glm4_moe,
     "phi4": phi3,
+    "llama4": llama4,
     "gpt-oss": gpt_oss,
     "olmo2": olmo2,
     "olmo3": olmo3,

@@ -123,6 +123,7 @@ SIZES = {
     ),
     "granite3-2b": Size(2048, 8192, 32, 40, groups=8, vocab=49159),
     "smollm3-3b": Size(2048, 11008, 16, 36, groups=4, vocab=128256),
+    "llama4-scout": Size(*(5120, 8192, 40, 48), groups=8, head_dim=128, experts=16, topk=1, vocab=202048, tied=False),
     "gpt-oss-20b": _gpt_oss(2880, 2880, 64, 24, experts=32),
     "gpt-oss-120b": _gpt_oss(2880, 2880, 64, 36, experts=128),
     "olmo2-7b": Size(4096, 11008, 32, 32, vocab=100352, tied=False),

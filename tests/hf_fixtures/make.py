@@ -178,6 +178,15 @@ MODELS = {
             )
         )
     ),
+    # Dense layers and experts in turn, chunks of 5 positions, a temperature that steps every 3.
+    "llama4": lambda: hf.Llama4ForCausalLM(
+        hf.Llama4TextConfig(
+            **_LLAMA
+            | dict(num_hidden_layers=4, head_dim=12, intermediate_size=20, intermediate_size_mlp=40)
+            | dict(num_local_experts=3, interleave_moe_layer_step=2, no_rope_layers=[1, 0, 1, 0])
+            | dict(attention_chunk_size=5, floor_scale=3, attn_scale=0.4, attn_implementation="eager")
+        )
+    ),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA | dict(pad_token_id=None))),
     "olmo3": lambda: hf.Olmo3ForCausalLM(
         hf.Olmo3Config(

@@ -222,6 +222,11 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(norm_bias=True), dict(attention_dropout=0.1), dict(num_attention_heads=7), dict(layer_types=[])),
         *(dict(hidden_activation="silu"), dict(decoder_bias=False), dict(global_attn_every_n_layers=0)),
     ),
+    "llama4_text": (
+        *(dict(num_experts_per_tok=2), dict(attention_bias=True), dict(no_rope_layers=[1] * 47)),
+        *(dict(layer_types=["sliding_attention"] * 48), dict(router_jitter_noise=0.1)),
+        dict(layer_types=["chunked_attention"] * 48, attention_chunk_size=None),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -302,6 +307,7 @@ CHANGED = {  # a family's words of what is changed below
     **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss", "modernbert"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
+    "llama4_text": {"intermediate_size", "vocab_size"},
     **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),
 }
 

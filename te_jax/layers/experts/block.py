@@ -64,6 +64,7 @@ class MoEOptions(KnownFields):
     capacity_factor: float | None = None
     per_sequence_loss: bool = False
     exchange: ExpertExchange = ExpertExchange()
+    weights_first: bool = False
 
     def __post_init__(self) -> None:
         name = type(self).__name__
@@ -73,8 +74,13 @@ class MoEOptions(KnownFields):
             ("capacity_factor", NONE | number(above=0)),
             ("per_sequence_loss", BOOL),
             ("exchange", EXCHANGE),
+            ("weights_first", BOOL),
         ):
             check(name, what, getattr(self, what), kind)
+        if self.weights_first and self.router.topk != 1:
+            raise ValueError(
+                f"{name}: weights_first is True, but a token has topk={self.router.topk} experts; pass 1, or False."
+            )
         object.__setattr__(self, "activations", tuple(self.activations))
         act_op.check_params(name, "activation_params", self.activations, self.activation_params)
 
@@ -185,8 +191,11 @@ def moe(
     h, x = _norm_first(x, gamma, beta, through, of_norm)
     batch = _axes_of_batch(h)
     routing, aux = _routing(h, gate_kernel, gate_bias, expert_bias, options, batch)
+    weights = routing.weights
+    if options.weights_first:  # a token has one expert, which multiplies its inputs
+        h, weights = (h.astype(jnp.float32) * weights).astype(h.dtype), jnp.ones_like(weights)
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
-    y, lost = run_on_devices(run, ExpertInputs(h, routing.weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
+    y, lost = run_on_devices(run, ExpertInputs(h, weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
     if lost is not None:  # of all devices along the axes of experts
         aux = aux._replace(dropped=aux.dropped + _shared_over(lax.psum, lost, batch - {*placement.experts}))
     y = like(y, h)  # tokens keep their place: rows are split as wo is
