@@ -120,12 +120,11 @@ FIELDS: dict[str, Kind] = {
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
-    **_each(NONE | _POSITIVE, "group_topk"),
+    **_each(NONE | _POSITIVE, "group_topk linear_num_key_heads gate_rank"),
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
     **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups attention_chunk_size"),
-    **_each(NONE | _POSITIVE, "linear_num_key_heads gate_rank"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers

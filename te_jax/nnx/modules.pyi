@@ -664,6 +664,7 @@ class TransformerLayer(Layer):
         sublayers: str = "both",
         attn_logit_scale: float | None = None,
         residual_multiplier: float = 1.0,
+        delta: Mapping[str, Any] | None = None,
         qk_norm_across_heads: bool = False,
         input_layernorm: bool = True,
         mlp_layernorm: bool = True,
