@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 
 from te_jax.flax._rotary import positions_of
@@ -11,15 +12,17 @@ from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.attention.reference import split_joined
 
 
-def by_chunks(descriptor: SequenceDescriptor | None, rows: int, length: int, chunk: int) -> SequenceDescriptor:
+def by_chunks(descriptor: SequenceDescriptor | None, rows: int, length: int, chunk: int) -> SequenceDescriptor | None:
     """`descriptor`, None for whole rows, of `rows` rows of `length` tokens whose segments end after each `chunk`
     positions."""
-    if descriptor is None:
-        at = jnp.broadcast_to(jnp.arange(length), (rows, length))
-        ids = jnp.ones_like(at)
-    else:
-        (ids, at), _ = descriptor.tokens(length, length)
+    if length <= chunk:
+        return descriptor
     count = -(-length // chunk)  # of the chunks of a segment
+    if descriptor is None:  # lengths, which kernels read without an s x t mask
+        starts = np.minimum(np.arange(count + 1) * chunk, length)
+        wide = lambda a: jnp.asarray(np.broadcast_to(a, (rows, a.size)), jnp.int32)
+        return SequenceDescriptor.from_seqlens_and_offsets(wide(np.diff(starts)), wide(starts))
+    (ids, at), _ = descriptor.tokens(length, length)
     ids = jnp.where(ids > 0, (ids - 1) * count + at // chunk + 1, 0)
     return SequenceDescriptor.from_segment_ids_and_pos(ids, at)
 

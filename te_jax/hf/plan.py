@@ -18,7 +18,7 @@ from te_jax.hf.family import Family
 from te_jax.hf.mxfp4 import Unpacked
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.scales import Scheme
-from te_jax.models import ModelConfig
+from te_jax.models import EncoderDecoder, ModelConfig
 from te_jax.models.families import Latents
 from te_jax.models.stack import Model, place_of_layer
 
@@ -91,7 +91,7 @@ class Conversion(NamedTuple):
 def initial_call(model: Model) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Arguments of the model's call, only for their shapes."""
     tokens = jnp.zeros((1, 2), jnp.int32)
-    return tokens, {"inputs": tokens} if model.config.family == "t5" else {}
+    return tokens, {"inputs": tokens} if isinstance(model, EncoderDecoder) else {}
 
 
 def variable_shapes(model: Model) -> dict[str, tuple[int, ...]]:

@@ -239,9 +239,11 @@ def _scaling(made: Mapping[str, Any]) -> Scaling | None:
 
 def _check_pairs(where: str, made: Mapping[str, Any], kind: str) -> None:
     """What two words of a type have to be to each other."""
-    for low, high in (("low_freq_factor", "high_freq_factor"), ("beta_slow", "beta_fast")):
-        if low in made and made[low] >= made[high]:
-            refuse(where, high, made[high], f"pass more than {low}={show(made[low])}")
+    if made.get("low_freq_factor", 0) > made.get("high_freq_factor", 0):
+        least = show(made["low_freq_factor"])
+        refuse(where, "high_freq_factor", made["high_freq_factor"], f"pass at least low_freq_factor={least}")
+    if made.get("beta_slow", 0) >= made.get("beta_fast", 1):
+        refuse(where, "beta_fast", made["beta_fast"], f"pass more than beta_slow={show(made['beta_slow'])}")
     if kind == "yarn of latents":
         if made["mscale"] != made["mscale_all_dim"]:
             refuse(where, "mscale", made["mscale"], f"te_jax reads mscale_all_dim, {made['mscale_all_dim']!r}")

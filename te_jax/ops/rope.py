@@ -93,15 +93,16 @@ class Llama3Scaling(Scaling):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.low_freq_factor >= self.high_freq_factor:
+        if self.low_freq_factor > self.high_freq_factor:
             raise ValueError(
                 f"Llama3Scaling: low_freq_factor is {self.low_freq_factor}, high_freq_factor {self.high_freq_factor}; "
-                "the second must be the larger."
+                "the second must be at least as large."
             )
 
     def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
         turns = self.original_max_position * inv_freq / (2 * np.pi)
-        kept = np.clip((turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor), 0, 1)
+        between = self.high_freq_factor - self.low_freq_factor
+        kept = np.clip((turns - self.low_freq_factor) / between, 0, 1) if between else turns >= self.low_freq_factor
         return inv_freq * (kept + (1 - kept) / self.factor)
 
 

@@ -185,6 +185,7 @@ MODELS = {
             | dict(num_hidden_layers=4, head_dim=12, intermediate_size=20, intermediate_size_mlp=40)
             | dict(num_local_experts=3, interleave_moe_layer_step=2, no_rope_layers=[1, 0, 1, 0])
             | dict(attention_chunk_size=5, floor_scale=3, attn_scale=0.4, attn_implementation="eager")
+            | dict(rope_parameters=_LLAMA3 | dict(high_freq_factor=1.0))
         )
     ),
     "olmo2": lambda: hf.Olmo2ForCausalLM(hf.Olmo2Config(**_LLAMA | dict(pad_token_id=None))),

@@ -140,7 +140,7 @@ ROPES = {
         *(dict(rope_theta=theta) for theta in (0, -1, 1, None, "1e4", math.inf, [], True)),
         *(LLAMA3 | {name: value} for name in LLAMA3 if name != "rope_type" for value in (0, None, "1", -1, math.nan)),
         *(LLAMA3 | dict(original_max_position_embeddings=value) for value in (0, 1.5, "8", -2, None)),
-        *(LLAMA3 | dict(high_freq_factor=1.0), dict(partial_rotary_factor=0.5), dict(full_attention=LLAMA3), [1], "x"),
+        *(LLAMA3 | dict(high_freq_factor=0.5), dict(partial_rotary_factor=0.5), dict(full_attention=LLAMA3), [1], "x"),
     ),
     "deepseek_v3": (
         *(YARN | {name: value} for name in ("factor", "beta_fast", "beta_slow") for value in (0, "1", -1, math.nan)),

@@ -160,7 +160,7 @@ def test_errors(shape, kwargs, error, text):
         (lambda: LinearScaling(0.125), r"LinearScaling: factor is 0\.125; .*at least 1"),
         (lambda: NTKScaling(float("inf")), "NTKScaling: factor is inf; pass a positive finite number"),
         (lambda: NTKScaling("8"), "NTKScaling: factor is '8'"),
-        (lambda: Llama3Scaling(low_freq_factor=4), "Llama3Scaling: low_freq_factor is 4, high_freq_factor 4.0"),
+        (lambda: Llama3Scaling(low_freq_factor=5), "Llama3Scaling: low_freq_factor is 5, high_freq_factor 4.0"),
         (lambda: YarnScaling(beta_slow=32), r"YarnScaling: beta_fast is 32\.0, beta_slow 32; the first must be"),
         (lambda: YarnScaling(factor=0.5), r"YarnScaling: factor is 0\.5"),
         (lambda: Llama3Scaling(original_max_position=0), "original_max_position is 0"),

@@ -189,7 +189,7 @@ SCALINGS = [
     Probe("LinearScaling(True)", lambda: LinearScaling(True), V, "factor is True"),
     Probe("LinearScaling(faktor=2)", lambda: LinearScaling(faktor=2), T, "did you mean 'factor'"),
     Probe("NTKScaling(nan)", lambda: NTKScaling(float("nan")), V, "factor is nan"),
-    Probe("Llama3Scaling(low >= high)", lambda: Llama3Scaling(8.0, 4.0, 1.0), V, "the second must be the larger"),
+    Probe("Llama3Scaling(low > high)", lambda: Llama3Scaling(8.0, 4.0, 1.0), V, "the second must be at least as large"),
     Probe("Llama3Scaling()", lambda: Llama3Scaling()),
 ]
 
