@@ -47,7 +47,7 @@ def _four_times(name: str) -> Callable[[Said], int]:
 
 
 # What transformers calls them. Several names may mean one function; the first is written.
-_ACTIVATIONS: dict[str, Any] = {
+_GPT2_ACTIVATIONS: dict[str, Any] = {
     **dict.fromkeys(("gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu"),
     "gelu": families.exact_gelu,
     "quick_gelu": "quick_gelu",
@@ -58,9 +58,9 @@ _ACTIVATIONS: dict[str, Any] = {
 
 def _name_of_activation(c: ModelConfig) -> str:
     held = tuple(c.layer["mlp_activations"])
-    name = next((name for name, ours in _ACTIVATIONS.items() if (ours,) == held), None)
+    name = next((name for name, ours in _GPT2_ACTIVATIONS.items() if (ours,) == held), None)
     if name is None:
-        raise ValueError(f"te_jax.hf: a {c.family} has mlp_activations of one of {[*_ACTIVATIONS.values()]}.")
+        raise ValueError(f"te_jax.hf: a {c.family} has mlp_activations of one of {[*_GPT2_ACTIVATIONS.values()]}.")
     return name
 
 
@@ -77,10 +77,10 @@ _GPT2 = (
     TIED,
     Word(
         "activation_function",
-        one_of(*_ACTIVATIONS),
+        one_of(*_GPT2_ACTIVATIONS),
         "gelu_new",
         to=("layer/mlp_activations",),
-        ours=lambda said: ((_ACTIVATIONS[said["activation_function"]],),),
+        ours=lambda said: ((_GPT2_ACTIVATIONS[said["activation_function"]],),),
         theirs=_name_of_activation,
     ),
     fixed("scale_attn_weights", True),
