@@ -265,22 +265,21 @@ struct Consumer {
   // sums += the products of the next kSteps steps, one half after the other.
   template <int kHalves, int kSteps>
   __device__ __forceinline__ void MultiplySteps(const BlockScales& scales, float (&sums)[128]) {
-    Ring at[kSteps + 1];
-    at[0] = ring;
+    constexpr bool kInStages = kSums == Sums::kRows;  // scales of columns
+    if (kHalves == 0) {
+      Ring at = ring;
 #pragma unroll
-    for (int i = 0; i < kSteps; ++i) {
-      at[i + 1] = at[i];
-      at[i + 1].Advance();
-      if (kHalves == 0) WaitBarrier(AddressOf(&s.full[at[i].stage]), at[i].parity);
+      for (int step = 0; step < kSteps; ++step, at.Advance())
+        WaitBarrier(AddressOf(&s.full[at.stage]), at.parity);
     }
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       float fresh[64];
+      Ring at = ring;
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) {
-        const int stage = at[step].stage;
-        if (half == 0) WaitBarrier(AddressOf(&s.full[stage]), at[step].parity);
-        const uint64_t left = Left(stage), right = Right(stage) + half * (kRightBytes / 2 >> 4);
+      for (int step = 0; step < kSteps; ++step, at.Advance()) {
+        if (half == 0) WaitBarrier(AddressOf(&s.full[at.stage]), at.parity);
+        const uint64_t left = Left(at.stage), right = Right(at.stage) + half * (kRightBytes / 2 >> 4);
         BeginProducts();
 #pragma unroll
         for (int i = 0; i < 4; ++i) MultiplyTiles<kFactors>(fresh, left + 2 * i, right + 2 * i, step | i);
@@ -288,19 +287,18 @@ struct Consumer {
       }
       WaitForProducts<0>();
       Settle(fresh);
-      if (half == kHalves - 1 && kSums != Sums::kRows) Release(at);
+      if (half == kHalves - 1 && !kInStages) ReleaseNext<kSteps>();
       Promote(half, ring.stage, scales, fresh, sums);
     }
-    if (kHalves == 0 || kSums == Sums::kRows) {  // whose scales lie in the stage
+    if (kHalves == 0 || kInStages) {
       __syncwarp();
-      Release(at);
+      ReleaseNext<kSteps>();
     }
-    ring = at[kSteps];
   }
-  template <int kCount>
-  __device__ __forceinline__ void Release(const Ring (&at)[kCount]) const {
+  template <int kSteps>
+  __device__ __forceinline__ void ReleaseNext() {
 #pragma unroll
-    for (int i = 0; i + 1 < kCount; ++i) Release(at[i].stage);
+    for (int i = 0; i < kSteps; ++i, ring.Advance()) Release(ring.stage);
   }
 
   // sums: the products of a tile's first kHalves halves, in f32 every 128 of k, each 128 with its scales, or

@@ -13,8 +13,8 @@ class Float8BlockScaling(Recipe):
 
     Activations and gradients have blocks of 1 x 128 along the axis that their GEMM contracts, so each of their two
     layouts has scales of its own; weights have blocks of 128 x 128, the same in both. Blocks run along the last of the
-    contracted axes (of the features, the tokens of an example) and are cut at its end; `te_gemm_block` fills cut ones
-    with zeros. A block follows the law of `Float8CurrentScaling`: scale = fp8_max / max(amax, amax_epsilon).
+    contracted axes (of the features, the tokens of an example) and are cut at its end. A block follows the law of
+    `Float8CurrentScaling`: scale = fp8_max / max(amax, amax_epsilon).
 
     A mesh that splits such an axis into shards of whole blocks moves nothing. Else, as where 2 devices share 300
     features, the tensor is gathered along it before it is quantized: the numbers are the same as on one device. Inside
