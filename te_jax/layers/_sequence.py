@@ -69,7 +69,7 @@ def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
     if lengths is not None and wanted:
         before = jnp.zeros((a.shape[0], count, channels.shape[-1]), a.dtype) if past is None else past
         tokens = jnp.concatenate([before.astype(a.dtype), channels], 1)
-        at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(count)
+        at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(count)[None]
         last = jnp.take_along_axis(tokens, at[..., None], 1)
     return y.reshape(a.shape), last
 

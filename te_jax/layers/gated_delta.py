@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from te_jax.core.arrays import as_jax
+from te_jax.core.arrays import as_jax, as_rank
 from te_jax.core.check import BOOL, FLOATS_ARRAY, check
 from te_jax.layers._sequence import (
     AutoAxes,
@@ -156,7 +156,7 @@ def _beta_and_gate(b, a, weights, twice):
     """f32[b, s, h] and, as a, f32[b, s, h] or f32[b, s, h, d]."""
     wide = jnp.promote_types(a.dtype, jnp.float32)
     rate, bias = jnp.exp(weights.A_log.astype(wide)), weights.dt_bias.astype(wide).reshape(a.shape[2:])
-    rate = rate[:, None] if a.ndim == 4 else rate
+    rate, bias = (as_rank(x, a.ndim) for x in (rate[:, None] if a.ndim == 4 else rate, bias))
     beta = jax.nn.sigmoid(b.astype(wide))
     return 2 * beta if twice else beta, -rate * jax.nn.softplus(a.astype(wide) + bias)
 

@@ -188,6 +188,24 @@ def test_adapters(gate):
     close(got, jax.jit(lambda p: mixer(gate=gate).apply({"params": p}, x)[0])(merged))
 
 
+@gates
+def test_ranks_are_said(gate):
+    """In programs that forbid implicit rank promotion; also from a cache, and where devices cut the sequence."""
+    module, x = mixer(gate=gate, use_bias=True, use_conv_bias=True), jnp.ones((B, 16, H))
+    lengths = SequenceDescriptor.from_seqlens(jnp.array([3, 4]))
+
+    def run(**call):
+        variables = module.init(KEY, x)
+        loss = lambda v: jnp.sum(module.apply(v, x, **call, mutable=["cache"])[0][0])
+        return jax.grad(loss)(variables)
+
+    with jax.numpy_rank_promotion("raise"):
+        jax.eval_shape(partial(run, mask=lengths, decode=True))
+        with jax.set_mesh(jax.make_mesh((4,), ("cp",))):
+            module = module.clone(context_parallel_axis="cp")
+            jax.eval_shape(run)
+
+
 def test_nnx():
     """The numbers of Linen, and initial values in their ranges."""
     module = te_nnx.GatedDeltaNet(in_features=H, **SIZES, gate="channel", time_step_max=0.2, rngs=nnx.Rngs(0))

@@ -30,8 +30,8 @@ ONE_HUGE = [(HUGE, 1.0), (1.0, HUGE, 1.0, TINY), (TINY, 1.0), (TINY,), (45.0,), 
 GATED = [end for end in ENDS if end != (TINY, HUGE)]
 # Sums of products of x, the initial state and weights, and then silu; no factor takes both to the same end.
 CONVOLVED = [(HUGE, TINY), (1.0, TINY), (TINY,), (45.0, 1.0), (0.0,), (1e-40,)]
-# Their operands are results of another op, which random numbers are not; have signs (tests/ops/test_ssm.py has their
-# ends); or are bits of FP8 in 16.
+# Their operands are results of another op, which random numbers are not; have signs (tests/ops/test_ssm.py and
+# test_gated_delta.py have their ends); or are bits of FP8 in 16.
 NOT_RANDOM = (
     "te_ssd",
     "te_gated_delta",

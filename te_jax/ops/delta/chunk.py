@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from te_jax.core.arrays import as_rank
 from te_jax.ops.ssm.chunks import Runs, Sight, dot, sums_between
 
 CHUNK = 64
@@ -63,7 +64,7 @@ def _behind(logs):
 
 
 def _decay(logs, where):
-    return jnp.exp(logs if where is None else jnp.where(where, logs, -jnp.inf))
+    return jnp.exp(logs if where is None else jnp.where(as_rank(where, logs.ndim), logs, -jnp.inf))
 
 
 def _seen_products(a, k, logs, seen):
@@ -71,8 +72,8 @@ def _seen_products(a, k, logs, seen):
     sees what the gates between them leave."""
     if logs.shape[-1] == 1:
         within = _decay(sums_between(logs[..., 0]), seen)
-        return dot("nbhid,bhjd->nbhij", a, k) * within
-    return jnp.where(seen, _products_by_channels(a, k, logs), 0)
+        return dot("nbhid,bhjd->nbhij", a, k) * within[None]
+    return jnp.where(seen[None], _products_by_channels(a, k, logs), 0)
 
 
 def _products_by_channels(a, k, logs):
@@ -89,7 +90,7 @@ def _products_by_channels(a, k, logs):
     at = jnp.arange(_PAIRED)
     pairs = _decay(sums_between(columns(logs)), at[:, None] >= at[None])
     within = dot("nbhqid,bhqdij->nbhqij", a, columns(k)[..., None, :] * pairs)
-    since = a * jnp.exp(jnp.cumsum(logs, -2))
+    since = a * jnp.exp(jnp.cumsum(logs, -2))[None]
     blocks = sums_between(columns(jnp.sum(logs, -2)))  # [b, h, d, n, n], of those behind J up to I
     blocks = jnp.moveaxis(jnp.pad(blocks, [(0, 0)] * 3 + [(1, 0), (0, 0)])[..., :-1, :], 2, -1)
     at = jnp.arange(count)
@@ -98,7 +99,7 @@ def _products_by_channels(a, k, logs):
     keys = (k * until)[:, :, None] * _decay(blocks, earlier)[..., None, :]
     between = dot("nbhqid,bhqpjd->nbhqipj", since, keys)
     own = (at[:, None] == at[None])[:, None, :, None]
-    scores = jnp.where(own, within[..., None, :], between)
+    scores = jnp.where(as_rank(own, 7), within[..., None, :], between)
     return scores.reshape(*scores.shape[:3], count * _PAIRED, count * _PAIRED)[..., :length, :length]
 
 
