@@ -17,13 +17,13 @@ from te_jax.hf.rules import Recast, TensorRule
 from te_jax.hf.words import ABSENT, LIST_OF_NAMES, SIZE, Said, Word, fixed, only
 from te_jax.models import ModelConfig, families
 
-_KINDS_OF_ATTENTION = ("full_attention", "chunked_attention")
+_LLAMA4_TYPES = ("full_attention", "chunked_attention")
 _INDICES = Kind(
     "a list of ints from 0 to 9999",
     lambda value: isinstance(value, list),
     lambda value: all(integer(0, 9999).accepts(each) for each in value),
 )
-_GATE_AND_UP = Recast(  # two kernels of experts side by side along the last axis
+_IN_HALVES = Recast(  # two kernels of experts side by side along the last axis
     lambda a: (a[..., : a.shape[-1] // 2], a[..., a.shape[-1] // 2 :]),
     lambda a, b: (jnp.concatenate([a, b], -1),),
 )
@@ -37,7 +37,7 @@ def _every(said: Said) -> list[int]:
 
 def _chunked_where_rope(said: Said) -> list[str]:
     """chunked_attention where there is RoPE and an attention_chunk_size, else full_attention"""
-    return [_KINDS_OF_ATTENTION[bool(turns) and said["attention_chunk_size"] is not None] for turns in _turns_of(said)]
+    return [_LLAMA4_TYPES[bool(turns) and said["attention_chunk_size"] is not None] for turns in _turns_of(said)]
 
 
 def _turns_of(said: Said) -> list[int]:
@@ -54,7 +54,7 @@ def _llama4_fields(said: Said, name: tuple[int, str, bool]) -> Fields:
         fields |= dict(attn_logit_scale=width**0.5)
     if not turns and said["attn_temperature_tuning"]:
         fields |= dict(attn_temperature=(float(said["floor_scale"]), float(said["attn_scale"])))
-    fields |= dict(attention_chunk_size=said["attention_chunk_size"]) if kind == _KINDS_OF_ATTENTION[1] else {}
+    fields |= dict(attention_chunk_size=said["attention_chunk_size"]) if kind == _LLAMA4_TYPES[1] else {}
     return fields if has_experts else fields | dict(moe=None, mlp_hidden_size=said["intermediate_size_mlp"])
 
 
@@ -83,9 +83,9 @@ def _llama4_is_known(said: Said) -> tuple[str, str] | None:
     types, count = said["layer_types"], said["num_hidden_layers"]
     if len(said["no_rope_layers"]) < count:
         return "no_rope_layers", f"pass num_hidden_layers={count} of them"
-    if len(types) != count or not {*types} <= {*_KINDS_OF_ATTENTION}:
-        return "layer_types", f"pass num_hidden_layers={count} times one of {[*_KINDS_OF_ATTENTION]}"
-    if _KINDS_OF_ATTENTION[1] in types and said["attention_chunk_size"] is None:
+    if len(types) != count or not {*types} <= {*_LLAMA4_TYPES}:
+        return "layer_types", f"pass num_hidden_layers={count} times one of {[*_LLAMA4_TYPES]}"
+    if _LLAMA4_TYPES[1] in types and said["attention_chunk_size"] is None:
         return "attention_chunk_size", "layer_types has chunked_attention; pass a positive int"
     return None
 
@@ -99,7 +99,7 @@ def _llama4_rules(c: ModelConfig) -> list[TensorRule]:
     sparse = [
         *in_front(ours["moe"]),
         one((f"{ours['moe']}/gate_kernel",), "router.weight", rules.TURNED),
-        one((f"{ours['moe']}/wi_0", f"{ours['moe']}/wi_1"), "experts.gate_up_proj", _GATE_AND_UP),
+        one((f"{ours['moe']}/wi_0", f"{ours['moe']}/wi_1"), "experts.gate_up_proj", _IN_HALVES),
         one((f"{ours['moe']}/wo",), "experts.down_proj", rules.SAME),
         *rules.swiglu_rules(f"{ours['moe']}/shared_experts", f"{feed}.shared_expert", stack),
     ]
@@ -135,8 +135,7 @@ LLAMA4_TEXT = of_llama(
         to=("pattern",),
         ours=_llama4_pattern,
         theirs=lambda c: [
-            _KINDS_OF_ATTENTION[c.fields_of_layer(i).get("attention_chunk_size") is not None]
-            for i in range(c.num_layers)
+            _LLAMA4_TYPES[c.fields_of_layer(i).get("attention_chunk_size") is not None] for i in range(c.num_layers)
         ],
     ),
     rotary(default=500_000.0),

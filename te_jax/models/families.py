@@ -64,6 +64,7 @@ def modernbert(size: Size, around: int = 64) -> ModelConfig:
         rotary_pos_emb_group_method="alternate",
         hidden_dropout=0.0,
         attention_dropout=0.0,
+        intermediate_dropout=0.0,
     )
     near = dict(window_size=(around, around), rotary_pos_emb_windows=(1, 10_000.0))
     far = dict(rotary_pos_emb_windows=(1, 160_000.0))

@@ -1,6 +1,7 @@
 """te_jax.hf on all fixtures: folders of base models, heads that are tied or not, and layers of te_jax.nnx."""
 
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -11,8 +12,9 @@ from hf_folders import FIXTURES, tensors
 
 import te_jax.nnx as te_nnx
 from te_jax import hf
-from te_jax.hf import files
-from te_jax.models import CausalLM
+from te_jax.hf import files, plan
+from te_jax.hf.words import check_words
+from te_jax.models import CausalLM, published
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import save_file
@@ -77,7 +79,34 @@ def test_tied_or_not(name, tmp_path):
     assert all(a.tobytes() == changed[key].tobytes() for key, a in again.items())
 
 
-NEW = ("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss")
+COUNTS = {  # of the parameters of transformers' models of these sizes
+    "smollm3-3b": 3_075_098_624,
+    "phi4": 14_659_507_200,
+    "olmo2-7b": 7_298_617_344,
+    "olmo3-7b": 7_298_011_136,
+    "granite3-2b": 2_533_539_840,
+    "gemma3-1b": 999_885_952,
+    "gpt-oss-20b": 20_914_757_184,
+    "gpt-oss-120b": 116_829_156_672,
+    "glm4.5-air": 106_852_245_504,
+    "llama4-scout": 107_769_861_120,
+    "modernbert-base": 149_655_232,
+    "modernbert-large": 395_881_664,
+}
+
+
+@pytest.mark.parametrize("name", COUNTS)
+def test_published_sizes(name):
+    """Checkpoints of published models have as many parameters, and a config.json that says the model."""
+    config = published(name)
+    family = hf.FAMILIES[config.family]
+    conversion = plan.plan_of(family.model(config))
+    steps = [step for step in conversion.steps if step.rule.collection == "params"]
+    assert sum(math.prod(shape) for step in steps for shape in conversion.tensor_shapes(step)) == COUNTS[name]
+    check_words(config.family, config, family.read(family.write(config)))
+
+
+NEW = ("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4")
 
 
 @pytest.mark.parametrize("name", NEW)
