@@ -153,7 +153,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "enable_low_rank_adaptation enable_sequence_parallel scale_attn_logits scaled_query_init"),
     **_each(BOOL, "float32_logits float32_attention_logits return_max_logit deterministic_gradients"),
     **_each(BOOL, "enable_rotary_pos_emb cross_rotary_pos_emb enable_relative_embedding qk_norm_before_rope"),
-    **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias weights_before_experts"),
+    **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias weights_before_experts shared_expert_gate"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
     **_each(BOOL, "allow_neg_eigval"),

@@ -90,6 +90,12 @@ def weighed_tokens_have_one_expert(module: nn.Module) -> str | None:
         return f"weights_before_experts is True, but num_experts_per_tok is {module.num_experts_per_tok}; pass 1 for it"
 
 
+def gates_have_experts(module: nn.Module) -> str | None:
+    """`shared_expert_gate` needs `num_shared_experts`."""
+    if module.shared_expert_gate and not module.num_shared_experts:
+        return "shared_expert_gate is True, but num_shared_experts is 0; pass both, or neither"
+
+
 def sequences_are_rows(module: nn.Module) -> str | None:
     """`per_sequence_loss` needs arrays [batch, sequence, ...]."""
     if module.per_sequence_loss and module.transpose_batch_sequence:
@@ -118,6 +124,7 @@ class MoEBlock(Module):
     use_expert_bias:   experts are chosen with a bias, `expert_bias` f32[E] in a collection `expert_bias` of its own,
                        which no optimizer sees. The gradient of that collection is the counts of tokens, by which the
                        loads are evened out (`TrainState`, or `update_expert_bias`).
+    shared_expert_gate: a sigmoid for each token multiplies what shared experts give, as in Qwen 2.
     router_bias:       logits of the router have a bias.
     weights_before_experts: an expert gets the token times its weight, instead of the result; for one expert of a
                        token, as in Llama 4.
@@ -125,10 +132,11 @@ class MoEBlock(Module):
     gate_axes, kernel_axes_1, kernel_axes_2, bias_axes_1, bias_axes_2: logical axes of the parameters.
     ffn1_ckpt_name, ffn2_ckpt_name: names of the activation's input and of the result for `jax.checkpoint` policies.
 
-    Parameters: `gate_kernel` [H, E], `gate_bias` [E] with router_bias; `wi_0` and, of gated activations, `wi_1`
-    [E, H, F]; `wo` [E, F, H]; with use_bias `wi_0_bias`, `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias`
-    [H] with enable_layernorm. FP8 state: `*_0_*` belongs to wi, `*_1_*` to wo, with an axis of experts in front but for
-    `x_0_*` and `grad_1_*`. Sown into `intermediates` where it is mutable: `tokens_per_expert` and `dropped`, i32[E].
+    Parameters: `gate_kernel` [H, E], `gate_bias` [E] with router_bias, `shared_gate_kernel` [H, 1] with
+    shared_expert_gate; `wi_0` and, of gated activations, `wi_1` [E, H, F]; `wo` [E, F, H]; with use_bias `wi_0_bias`,
+    `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias` [H] with enable_layernorm. FP8 state: `*_0_*` belongs to
+    wi, `*_1_*` to wo, with an axis of experts in front but for `x_0_*` and `grad_1_*`. Sown into `intermediates` where
+    it is mutable: `tokens_per_expert` and `dropped`, i32[E].
     """
 
     num_experts: int = 8
@@ -174,6 +182,7 @@ class MoEBlock(Module):
     params_dtype: jnp.dtype | None = None
     router_bias: bool = False
     weights_before_experts: bool = False
+    shared_expert_gate: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
         rules = (
@@ -181,6 +190,7 @@ class MoEBlock(Module):
             tokens_find_experts,
             sequences_are_rows,
             weighed_tokens_have_one_expert,
+            gates_have_experts,
         )
 
     @nn.compact
@@ -210,7 +220,7 @@ class MoEBlock(Module):
         y, aux = self._experts(h, gate, wi, wo, residual, of_norm)
         self._sow(aux, deterministic)
         if self.num_shared_experts:
-            y = self._shared()(h, deterministic, residual=y)[0]
+            y = self._with_shared(h, y, deterministic)
         return checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)
 
     def _options(self) -> MoEOptions:
@@ -286,6 +296,18 @@ class MoEBlock(Module):
                     f"variable_axes={{{LOSSES!r}: 0}}), or pass deterministic=True",
                 )
             self.sow(LOSSES, name, coefficient * loss, init_fn=lambda: 0.0, reduce_fn=jnp.add)
+
+    def _with_shared(self, h, y, deterministic: bool):
+        """y and what shared experts say of h."""
+        if not self.shared_expert_gate:
+            return self._shared()(h, deterministic, residual=y)[0]
+        each = kernel_initializer(self.kernel_init)
+        kernel = parameter(self, "shared_gate_kernel", each, self.gate_axes, (h.shape[-1], 1))
+        precision = jax.lax.Precision.HIGHEST if h.dtype == jnp.float32 else None
+        gate = jnp.einsum("...h,hn->...n", h, kernel.astype(h.dtype), precision=precision)
+        shared = self._shared()(h, deterministic)[0]
+        gated = jax.nn.sigmoid(gate.astype(jnp.float32)) * shared.astype(jnp.float32)
+        return y + gated.astype(y.dtype)
 
     def _shared(self) -> LayerNormMLP:
         slotted = lambda axes: (*axes[1:-1], None, axes[-1]) if axes else ()

@@ -56,12 +56,12 @@ _LLAMA = (
 _OF_LLAMA = (divides("num_key_value_heads", "num_attention_heads"), even_width)
 NO_BIAS = fixed("attention_bias", False)
 ALL_ALIKE = types_of_layers(lambda said, i: "full_attention" if said["sliding_window"] is None else "sliding_attention")
-_UNUSED_WINDOW = (fixed("use_sliding_window", False), unused("sliding_window", NONE | SIZE, 4096))
-_TYPES_OF_QWEN = replace(LAYER_TYPES, theirs=lambda c: ["full_attention"] * c.num_layers)
+UNUSED_WINDOW = (fixed("use_sliding_window", False), unused("sliding_window", NONE | SIZE, 4096))
+TYPES_OF_QWEN = replace(LAYER_TYPES, theirs=lambda c: ["full_attention"] * c.num_layers)
 QK_NORMS = (epsilon("rms_norm_eps", "qk_norm_eps"), NO_BIAS)
 _CHOSEN = Word("num_experts_per_tok", SIZE, to=("layer/moe/num_experts_per_tok",))
 OF_MIXTRAL_EXPERTS = (Word("num_local_experts", SIZE, also=("num_experts",), to=("layer/moe/num_experts",)), _CHOSEN)
-_QWEN_EXPERTS = (
+QWEN_EXPERTS = (
     Word("num_experts", SIZE, also=("num_local_experts",), to=("layer/moe/num_experts",)),
     _CHOSEN,
     Word("moe_intermediate_size", SIZE, 768, to=("layer/mlp_hidden_size",)),
@@ -206,7 +206,7 @@ def of_llama(
 
 
 _OF_MISTRAL = dict(vocab_size=32000, intermediate_size=14336, num_key_value_heads=8, max_position_embeddings=131072)
-_OF_QWEN = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
+OF_QWEN = dict(vocab_size=151936, intermediate_size=22016, num_key_value_heads=32, max_position_embeddings=32768)
 DECODERS = (
     of_llama(
         "llama",
@@ -226,14 +226,14 @@ DECODERS = (
         sliding_window=4096,
         **_OF_MISTRAL,
     ),
-    of_llama("qwen2", "Qwen2ForCausalLM", families.qwen2(ONE), *_UNUSED_WINDOW, _TYPES_OF_QWEN, **_OF_QWEN),
+    of_llama("qwen2", "Qwen2ForCausalLM", families.qwen2(ONE), *UNUSED_WINDOW, TYPES_OF_QWEN, **OF_QWEN),
     of_llama(
         "qwen3",
         "Qwen3ForCausalLM",
         families.qwen3(ONE),
-        *(*_UNUSED_WINDOW, *QK_NORMS, _TYPES_OF_QWEN, head_dim(may_be=SIZE)),
+        *(*UNUSED_WINDOW, *QK_NORMS, TYPES_OF_QWEN, head_dim(may_be=SIZE)),
         head_dim=128,
-        **_OF_QWEN,
+        **OF_QWEN,
     ),
     of_llama(
         "mixtral",
@@ -253,11 +253,11 @@ DECODERS = (
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
         families.qwen3(WITH_EXPERTS),
-        *(*_UNUSED_WINDOW, *QK_NORMS, *_QWEN_EXPERTS),
+        *(*UNUSED_WINDOW, *QK_NORMS, *QWEN_EXPERTS),
         checks=(ALL_SEE_ALL, at_most("num_experts_per_tok", "num_experts")),
         num_experts=128,
         num_experts_per_tok=8,
-        **_OF_QWEN | dict(hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4, intermediate_size=6144),
+        **OF_QWEN | dict(hidden_size=2048, num_hidden_layers=24, num_key_value_heads=4, intermediate_size=6144),
     ),
     of_llama(
         "gemma2",

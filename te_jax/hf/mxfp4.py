@@ -31,7 +31,7 @@ class Unpacked:
 
     def __init__(self, checkpoint: Checkpoint, folder: Path):
         self._checkpoint = checkpoint
-        self.tensors = dict(checkpoint.tensors)
+        self.tensors: dict[str, Stored] = dict(checkpoint.tensors)
         self._packed: set[str] = set()
         for name in [name for name in checkpoint.tensors if name.endswith(_BLOCKS)]:
             whole = name.removesuffix(_BLOCKS)

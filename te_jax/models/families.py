@@ -131,6 +131,14 @@ def qwen2(size: Size, base: float = 1_000_000) -> ModelConfig:
     return replace(llama(size, base, epsilon=1e-6).with_layer(use_bias=True), family="qwen2")
 
 
+def qwen2_moe(size: Size, base: float = 1_000_000) -> ModelConfig:
+    """Qwen team 2024, https://arxiv.org/abs/2407.10671. `qwen2` with experts, weighed by the softmax of all logits,
+    next to some that all tokens meet behind a gate."""
+    weighed = dict(use_pre_softmax=True, normalize_weights=False, use_bias=False)
+    shared = dict(num_shared_experts=size.shared or 1, shared_expert_gate=True)
+    return replace(qwen2(size, base).with_layer(**size.moe(**weighed, **shared)), family="qwen2_moe")
+
+
 def mixtral(size: Size, base: float = 1_000_000) -> ModelConfig:
     """Jiang et al. 2024, https://arxiv.org/abs/2401.04088. As Llama, with experts: a token meets two, weighed by the
     softmax of their logits. To train it, add a loss that keeps their loads even: with_layer(moe=dict(...,
@@ -348,6 +356,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "llama3": llama3,
     "llama2": llama,
     "mistral": mistral,
+    "qwen2-moe": qwen2_moe,
     "qwen2": qwen2,
     "falcon": falcon,
     "mixtral": mixtral,

@@ -44,7 +44,7 @@ class Size:
     dense_ffn: int | None = None
     latents: Latents | None = None
     ssm: StateSpace | None = None
-    shared: int = 0  # Granite 4, Nemotron-H: so many experts are one MLP, which all tokens meet
+    shared: int = 0  # Granite 4, Nemotron-H, Qwen 2: so many experts are one MLP, which all tokens meet
     pattern: str = ""  # Nemotron-H: a letter of `NEMOTRON_LAYERS` for each layer
     vocab: int = 32000
     tied: bool = True
@@ -123,6 +123,7 @@ SIZES = {
     ),
     "granite3-2b": Size(2048, 8192, 32, 40, groups=8, vocab=49159),
     "smollm3-3b": Size(2048, 11008, 16, 36, groups=4, vocab=128256),
+    "qwen2-moe-57b-a14b": Size(*(3584, 2560, 28, 28), groups=4, experts=64, topk=8, shared=8, vocab=151936, tied=False),
     "llama4-scout": Size(*(5120, 8192, 40, 48), groups=8, head_dim=128, experts=16, topk=1, vocab=202048, tied=False),
     "gpt-oss-20b": _gpt_oss(2880, 2880, 64, 24, experts=32),
     "gpt-oss-120b": _gpt_oss(2880, 2880, 64, 36, experts=128),

@@ -254,6 +254,7 @@ class MoEBlock(Layer):
         params_dtype: jnp.dtype | None = None,
         router_bias: bool = False,
         weights_before_experts: bool = False,
+        shared_expert_gate: bool = False,
         *,
         rngs: nnx.Rngs,
     ) -> None: ...

@@ -102,6 +102,13 @@ MODELS = {
     "mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**_LLAMA, num_local_experts=3, num_experts_per_tok=2, sliding_window=None)
     ),
+    "qwen2-moe": lambda: hf.Qwen2MoeForCausalLM(
+        hf.Qwen2MoeConfig(
+            **_LLAMA,
+            **dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, pad_token_id=None),
+            shared_expert_intermediate_size=40,
+        )
+    ),
     "qwen3-moe": lambda: hf.Qwen3MoeForCausalLM(
         hf.Qwen3MoeConfig(
             **_LLAMA, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True

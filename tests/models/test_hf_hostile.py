@@ -298,6 +298,7 @@ UNREAD = {
     "falcon-40b": {"num_ln_in_parallel_attn"},
     "falcon-7b": {"num_kv_heads"},
     "granite4": {"intermediate_size", "num_experts_per_tok"},  # without experts
+    "qwen2-moe": {"intermediate_size"},
     "qwen3-moe": {"intermediate_size"},
 }
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers")

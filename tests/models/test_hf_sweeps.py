@@ -90,6 +90,7 @@ COUNTS = {  # of the parameters of transformers' models of these sizes
     "gpt-oss-120b": 116_829_156_672,
     "glm4.5-air": 106_852_245_504,
     "llama4-scout": 107_769_861_120,
+    "qwen2-moe-57b-a14b": 57_408_658_944,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
 }
@@ -106,7 +107,7 @@ def test_published_sizes(name):
     check_words(config.family, config, family.read(family.write(config)))
 
 
-NEW = ("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4")
+NEW = ("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4", "qwen2-moe")
 
 
 @pytest.mark.parametrize("name", NEW)

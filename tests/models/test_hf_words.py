@@ -227,6 +227,10 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(layer_types=["sliding_attention"] * 48), dict(router_jitter_noise=0.1)),
         dict(layer_types=["chunked_attention"] * 48, attention_chunk_size=None),
     ),
+    "qwen2_moe": (
+        *(dict(shared_expert_intermediate_size=5000), dict(mlp_only_layers=[1]), dict(decoder_sparse_step=2)),
+        *(dict(use_sliding_window=True), dict(num_experts_per_tok=61)),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -303,6 +307,8 @@ CHANGED = {  # a family's words of what is changed below
     "deepseek_v3": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "granitemoehybrid": DEFAULT | {"shared_intermediate_size", "layer_types"},
     "nemotron_h": {"layers_block_type", "intermediate_size", "vocab_size"},
+    "qwen2_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types"}
+    | {"shared_expert_intermediate_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss", "modernbert"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},

@@ -187,6 +187,7 @@ MEANINGS = {
     "attention_chunk_size": "c: a query sees only keys of its own chunk of c positions, as in Llama 4",
     "attn_temperature": "(n, a): queries at position p are multiplied by 1 + a log(1 + floor((p + 1) / n))",
     "weights_before_experts": "An expert gets the token times its weight, instead of the result",
+    "shared_expert_gate": "What shared experts give is multiplied by a sigmoid of the token",
     "router_bias": "Logits of the router have a bias",
     "qk_norm_across_heads": "This norm is over the channels of all heads together, as in OLMo 2",
     "TransformerLayer.input_layernorm": "Puts a norm on the inputs of attention or Mamba2",

@@ -1,9 +1,10 @@
-"""router_bias of MoEBlock: biases of the router's logits, with gpt-oss' experts, against plain JAX."""
+"""router_bias and shared_expert_gate of MoEBlock, with gpt-oss' experts, against plain JAX."""
 
 import flax_reference as ref
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from flax_reference import data
 
@@ -21,9 +22,16 @@ FIELDS = dict(
     activation_params=dict(limit=LIMIT, alpha=ALPHA, glu_linear_offset=1.0),
     use_bias=True,
     router_bias=True,
+    num_shared_experts=2,
+    shared_expert_gate=True,
 )
 # f32 sums of at most 24 terms, four products behind each other and their gradients.
 BOUND = 64 * 2.0**-24
+
+
+def clamped(gate, up):
+    gate, up = jnp.minimum(gate, LIMIT), jnp.clip(up, -LIMIT, LIMIT)
+    return (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
 
 
 def reference(p, x):
@@ -32,10 +40,11 @@ def reference(p, x):
     chosen = logits >= jax.lax.top_k(logits, K)[0][..., -1:]
     weights = jax.nn.softmax(jnp.where(chosen, logits, -jnp.inf), -1)
     of = lambda i: jnp.einsum("bsh,ehf->bsef", x, p[f"wi_{i}"]) + p[f"wi_{i}_bias"]
-    gate, up = jnp.minimum(of(0), LIMIT), jnp.clip(of(1), -LIMIT, LIMIT)
-    inner = (up + 1) * gate * jax.nn.sigmoid(ALPHA * gate)
-    each = jnp.einsum("bsef,efh->bseh", inner, p["wo"]) + p["wo_bias"]
-    return jnp.einsum("bse,bseh->bsh", weights, each)
+    each = jnp.einsum("bsef,efh->bseh", clamped(of(0), of(1)), p["wo"]) + p["wo_bias"]
+    own = p["shared_experts"]
+    gate, up = jnp.moveaxis(jnp.tensordot(x, own["wi_kernel"], 1) + own["wi_bias"], 2, 0)
+    shared = clamped(gate, up) @ own["wo_kernel"] + own["wo_bias"]
+    return jnp.einsum("bse,bseh->bsh", weights, each) + jax.nn.sigmoid(x @ p["shared_gate_kernel"]) * shared
 
 
 def test_against_plain_jax(on_host):
@@ -62,7 +71,11 @@ def test_against_plain_jax(on_host):
     assert ref.relative_error(without, want[0]) > 0.1
     # Four operands in E4M3, two behind each other, each off by 2**-4 / sqrt(3) of itself at most.
     assert 0 < ref.relative_error(narrow, want[0]) < 4 * 2**-4 / 3**0.5
-    sizes = {name: value for name, value in FIELDS.items()}
-    again = te_nnx.from_linen({"params": params}, te_nnx.MoEBlock(H, **sizes, rngs=nnx.Rngs(0)))
+    again = te_nnx.from_linen({"params": params}, te_nnx.MoEBlock(H, **FIELDS, rngs=nnx.Rngs(0)))
     plain = jax.jit(module.apply)({"params": params}, x)
     np.testing.assert_array_equal(nnx.jit(lambda module, x: module(x))(again, x), plain)
+
+
+def test_a_gate_needs_experts():
+    with pytest.raises(ValueError, match="shared_expert_gate is True, but num_shared_experts is 0; pass both"):
+        jax.eval_shape(te_flax.MoEBlock(shared_expert_gate=True).init, jax.random.key(0), data(B, S, H))
