@@ -11,7 +11,7 @@ from te_jax.hf.words import SIZE, Said, Word, unused
 from te_jax.models import ModelConfig, families
 
 
-def _shared_width(said: Said) -> tuple[int]:
+def _count_of_shared(said: Said) -> tuple[int]:
     return (said["shared_expert_intermediate_size"] // said["moe_intermediate_size"],)
 
 
@@ -48,7 +48,7 @@ QWEN2_MOE = of_llama(
         SIZE,
         5632,
         to=("layer/moe/num_shared_experts",),
-        ours=_shared_width,
+        ours=_count_of_shared,
         theirs=_width_of_shared,
     ),
     checks=(ALL_SEE_ALL, at_most("num_experts_per_tok", "num_experts"), _shared_is_a_multiple),
