@@ -140,6 +140,14 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
                     Ret ddt_bias_partials, bool softplus, double least, double most, int64_t shared,
                     int64_t slab_rows, int64_t slab_tokens, int64_t slab_heads);
 
+// The gated delta rule, with a gate for each head. q, k bf16 [b, s, g, d], v bf16 [b, s, h, e], beta f32 [b,
+// s, h], gate f32 [b, s, h, 1], runs? as above, initial? f32 [b, h, d, e] -> y as v, last? f32 [b, h, d, e],
+// states? f32 [b, ceil(s / 512), h, d, e]: before each 512 tokens. shared as above. d and e are multiples of
+// 8, at most 128. workspace: 17168 bytes for each 64 tokens of a head.
+Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, Arg gate, Arg runs,
+                           Arg initial, Ret y, Ret last, Ret states, Ret workspace, double scale,
+                           bool normalize, int64_t shared);
+
 // x [..., s, n, h, d], of whose n slots the first `turned` turn; positions f32 [..., s], inv_freq f32 [r] ->
 // y as x.
 Status LaunchRope(cudaStream_t stream, Arg x, Arg positions, Arg inv_freq, Ret y, bool consecutive,

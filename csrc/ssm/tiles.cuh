@@ -15,18 +15,35 @@ constexpr int kKept = 512;  // tokens: how often the forward pass keeps the stat
 constexpr int kWarps = 8, kThreads = 32 * kWarps;
 constexpr int kBand = 16;  // tokens of which a warp makes results: rows of a product
 
-// bf16 [kRows, kColumns]. Rows end in 16 bytes of padding: the eight rows of a matrix lie in different banks.
+// Where cells of a tile [kRows, kColumns] lie: rows that end in 16 bytes of padding, so that the eight rows
+// of a matrix lie in different banks; or boxes of rows of 128 bytes, as products of warpgroups want them
+// (base/hopper_tiles.cuh).
 template <int kRows, int kColumns>
-struct Tile {
-  static constexpr int kPitch = kColumns + 8;
-  alignas(16) Bf16 cells[kRows * kPitch];
+struct Padded {
+  static constexpr int kCells = kRows * (kColumns + 8), kAlignment = 16;
+  __device__ __forceinline__ static int At(int row, int column) { return row * (kColumns + 8) + column; }
+};
+template <int kRows, int kColumns>
+struct Boxes {
+  static_assert(kColumns % 64 == 0);
+  static constexpr int kCells = kRows * kColumns, kAlignment = 16;
+  __device__ __forceinline__ static int At(int row, int column) {
+    return (column / 64 * kRows + row) * 64 + (column / 8 ^ row) % 8 * 8 + column % 8;
+  }
+};
 
-  __device__ __forceinline__ Bf16* At(int row, int column) { return cells + row * kPitch + column; }
+// bf16 [kRows, kColumns]
+template <int kRows, int kColumns, typename Layout = Padded<kRows, kColumns>>
+struct Tile {
+  alignas(Layout::kAlignment) Bf16 cells[Layout::kCells];
+
+  __device__ __forceinline__ Bf16* At(int row, int column) { return cells + Layout::At(row, column); }
 
   // Fetches the rows at p, `stride` apart, of which `rows` are there, and of each `columns`, a multiple of 8;
-  // zeros elsewhere. All threads of the CTA call it.
+  // zeros elsewhere. All kBy threads of the CTA call it.
+  template <int kBy = kThreads>
   __device__ __forceinline__ void Fetch(const Bf16* p, int64_t stride, int rows, int columns) {
-    constexpr int kPieces = kColumns / 8, kStep = kThreads / kPieces;
+    constexpr int kPieces = kColumns / 8, kStep = kBy / kPieces;
     const int row = threadIdx.x / kPieces, column = threadIdx.x % kPieces * 8;
     p += row * stride + column, stride *= kStep;
     if (rows >= kRows && columns >= kColumns) {
@@ -42,11 +59,11 @@ struct Tile {
     }
   }
 
-  // Clears the other rows. All threads of the CTA call it, and meet at barriers before and behind.
-  template <typename IsKept>
+  // Clears the other rows. All kBy threads of the CTA call it, and meet at barriers before and behind.
+  template <int kBy = kThreads, typename IsKept>
   __device__ __forceinline__ void Keep(IsKept&& is_kept) {
     constexpr int kPieces = kColumns / 8;
-    for (int i = threadIdx.x; i < kRows * kPieces; i += kThreads)
+    for (int i = threadIdx.x; i < kRows * kPieces; i += kBy)
       if (!is_kept(i / kPieces)) *reinterpret_cast<uint4*>(At(i / kPieces, i % kPieces * 8)) = uint4{};
   }
 
@@ -167,8 +184,9 @@ template <bool kRuns>
 struct Runs {
   uint8_t of[kRuns ? kChunk : 1];  // how many runs began behind the token before the chunk
 
-  // All `threads` threads of who calls it have an index.
-  __device__ __forceinline__ void Set(const StepArgs& a, int64_t row, int first, int index = threadIdx.x,
+  // All `threads` threads of who calls it have an index. a.runs [rows, a.s].
+  template <typename Args>
+  __device__ __forceinline__ void Set(const Args& a, int64_t row, int first, int index = threadIdx.x,
                                       int threads = kThreads) {
     if constexpr (kRuns) {
       const int *runs = a.runs + row * a.s, last = a.s - 1;

@@ -11,16 +11,16 @@ from host_cuda import library
 pytestmark = pytest.mark.sources
 ROOT = Path(__file__).resolve().parents[2]
 _NAMES = (
-    "cuda_ssm cuda_gated_norm cuda_ops cuda_block recipe_block cuda_rope permute peers grouped paired router "
-    "router_extremes cuda_c_api"
+    "cuda_ssm cuda_gated_delta cuda_gated_norm cuda_ops cuda_block recipe_block cuda_rope permute peers grouped paired "
+    "router router_extremes cuda_c_api"
 )
 FILES = [str(path) for name in _NAMES.split() for path in (ROOT / "tests").glob(f"*/test_{name}.py")]
 # Large sizes show what a GPU does at speed; here they would only take long. A kernel of activations is compiled for a
 # dtype and one or two slots, the function is an argument: with bf16 all are run, else one of each number of slots.
 SELECTION = (
     "(c_api and not (gemm or norm or rms or block or gelu)) or not c_api and "
-    "(cuda_ssm or cuda_gated_norm or amax_alone or quantize or stacked or activation or rope or scale_update or "
-    "permute or (router and (8-2 or experts or counts[17] or extreme_logits[))) "
+    "(cuda_ssm or cuda_gated_delta or cuda_gated_norm or amax_alone or quantize or stacked or activation or rope or "
+    "scale_update or permute or (router and (8-2 or experts or counts[17] or extreme_logits[))) "
     "and not (8192 or 4099 or 65536 or 12288 or large) and not (test_chosen_results and e5m2) "
     "and not ((amax_alone or test_activation and (-float16 or -float32)) "
     "and not ([gelu-bfloat16 or [gelu-float or [quantize- or silu-linear))"

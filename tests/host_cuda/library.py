@@ -43,6 +43,8 @@ SOURCES = (
     "scan_bwd_chunks",
     "scan_bwd_states",
     "steps",
+    "delta_chunks",
+    "delta_fwd",
     "finish",
 )  # no tensor cores of warpgroups, no copies by tensor maps
 

@@ -15,6 +15,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
+from te_jax.ops.delta import kernels
 from te_jax.ops.delta.chunk import CHUNK, Chunk, of_chunk
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.ssm.chunks import Runs, runs_of_chunks, to_chunks, tokens_of
@@ -119,7 +120,8 @@ gated_delta_fwd: Op = Op(
     dtypes=lambda q, k, v, *_, **attrs: (v, _type_of_sums(v), _type_of_sums(v)),
     reference=_plain,
     sizes=_VALUES_OF_A_KEY,
-    composed=True,
+    workspace=kernels.rule_workspace,
+    cuda=partial(kernels.rule, _plain),
 )
 """q, k [b..., s, g, d], v [b..., s, h, e] and beta [b..., s, h] of floating types, gate [b..., s, h, 1] or [b..., s, h,
 d], segments i32[b..., s], initial [b..., h, d, e] -> y of v's type, final f32: `gated_delta`, and

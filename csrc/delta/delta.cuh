@@ -1,0 +1,45 @@
+// What the kernels of the gated delta rule share: what is known of a chunk of tokens before the state is.
+#pragma once
+
+#include "ssm/tiles.cuh"
+
+namespace te::delta {
+
+using ssm::Bf16;
+using ssm::kBand;
+using ssm::kChunk;
+using ssm::kKept;
+constexpr int kLast = kChunk - 1;
+constexpr int kWarps = 4,
+              kThreads = 32 * kWarps;  // a warp has a band of a chunk's tokens, or of a slab's values
+constexpr int kSlab = kWarps * kBand;  // channels of values that a CTA has
+
+// The weights of a chunk's tokens, of one head of values. With S the state before the chunk, the tokens write
+// W = solve (v - keys k S) and read y = queries q S + seen W, and behind them the state is keeps S + k' (left
+// W). Where keys, queries or keeps are 0, the state is not read, of whatever it is.
+struct Weights {
+  alignas(16) float keys[kChunk];  // what is left of the state; and q and k are divided by their length
+  float queries[kChunk];           // and scale
+  float left[kChunk];              // at the chunk's end of what a token writes; below 0 of one of another run
+  float keeps;
+  int several;  // whether not all tokens are of the last one's run
+  int unused[2];
+};
+struct Chunk {
+  alignas(16) Bf16 solve[kChunk * kChunk], seen[kChunk * kChunk];  // 0 of later tokens and of other runs
+  Weights weights;
+};
+static_assert(sizeof(Chunk) == 4 * kChunk * kChunk + 12 * kChunk + 16);
+
+struct ChunkArgs {
+  const Bf16 *q, *k;         // [rows, s, g, d]
+  const float *beta, *gate;  // [rows, s, h]
+  const int* runs;           // [rows, s], or nullptr
+  int s, h, g, d;
+  float scale;
+  bool normalize;
+};
+// chunks [rows, ceil(s / kChunk), h]
+Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, int64_t rows, Chunk* chunks);
+
+}  // namespace te::delta

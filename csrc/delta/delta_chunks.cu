@@ -1,0 +1,308 @@
+// What te_gated_delta_fwd needs of each chunk of tokens and knows before the state: how much queries and keys
+// see of each other, and the inverse that makes what tokens write of what they would write alone.
+
+#include "base/check.h"
+#include "delta/delta.cuh"
+
+namespace te::delta {
+namespace {
+
+constexpr int kPitch = kChunk + 4;
+constexpr float kLog2E = 1.44269504f;
+// exp2 of it is 0; larger ones would push the small ones behind them out of the sum.
+constexpr float kLeast = -160;
+
+// The gates and betas of a chunk's tokens, of one head.
+struct Decays {
+  alignas(16) float sums[kChunk];  // of the logarithms to base 2 of what is left, up to a token
+  float beta[kChunk];              // 0 behind the last token
+};
+
+struct Seen {
+  ssm::Tile<kChunk, kChunk> tile;
+  alignas(16) float half[kChunk / 2 * (kChunk / 2 + 4)];  // of a square, while it is inverted
+};
+
+template <int kD, bool kRuns>
+struct ChunkShared {
+  union {
+    ssm::Tile<kChunk, kD> q;
+    Seen seen;  // when queries are multiplied
+  };
+  union {
+    ssm::Tile<kChunk, kD> k;
+    alignas(16) float system[kChunk * kPitch];  // below its diagonal, then the inverse
+  };
+  float of_keys[kChunk], of_queries[kChunk];  // 1 over their lengths, or 1
+  Decays decays[kWarps];
+  ssm::Runs<kRuns> runs;
+};
+
+// [kSize / 16, 4] of left right, matrices [kSize, kSize] of which the thread has some rows and columns.
+template <int kSize>
+__device__ __forceinline__ void MultiplySquares(float (&out)[kSize / 16][4], const float* left,
+                                                int left_pitch, const float* right, int right_pitch, int row,
+                                                int column) {
+#pragma unroll 1
+  for (int j = 0; j < kSize; j += 4) {
+    float4 of_right[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      of_right[i] = *reinterpret_cast<const float4*>(right + (j + i) * right_pitch + column);
+#pragma unroll
+    for (int i = 0; i < kSize / 16; ++i) {
+      const float4 four = *reinterpret_cast<const float4*>(left + (row + i) * left_pitch + j);
+      const float of_left[4] = {four.x, four.y, four.z, four.w};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        out[i][0] += of_left[n] * of_right[n].x, out[i][1] += of_left[n] * of_right[n].y;
+        out[i][2] += of_left[n] * of_right[n].z, out[i][3] += of_left[n] * of_right[n].w;
+      }
+    }
+  }
+}
+
+template <int kD, bool kRuns>
+struct Chunks {
+  const ChunkArgs& a;
+  ChunkShared<kD, kRuns>& s;
+  const int64_t row;
+  const int first, group;  // token
+
+  __device__ __forceinline__ static int Band() { return ssm::kBand * WarpIndex(); }
+  __device__ __forceinline__ int Heads() const { return a.h / a.g; }
+  __device__ __forceinline__ int Rows() const { return a.s - first; }
+
+  __device__ __forceinline__ void Fetch() {
+    const int64_t at = ((row * a.s + first) * a.g + group) * a.d, stride = int64_t(a.g) * a.d;
+    s.q.template Fetch<kThreads>(a.q + at, stride, Rows(), a.d);
+    s.k.template Fetch<kThreads>(a.k + at, stride, Rows(), a.d);
+    CommitPrefetch();
+    s.runs.Set(a, row, first, threadIdx.x, kThreads);
+  }
+
+  // Each thread has a query or a key.
+  __device__ __forceinline__ void Lengths() {
+    const int token = threadIdx.x % kChunk;
+    const bool of_key = threadIdx.x >= kChunk;
+    ssm::Tile<kChunk, kD>& tile = of_key ? s.k : s.q;
+    float sum = 0;
+#pragma unroll 4
+    for (int i = 0; i < kD; i += 8) {
+      const uint4 eight = *reinterpret_cast<const uint4*>(tile.At(token, i));
+      for (uint32_t word : {eight.x, eight.y, eight.z, eight.w}) {
+        const float2 two = ssm::Unpack(word);
+        sum += two.x * two.x + two.y * two.y;
+      }
+    }
+    constexpr float kEpsilon = 1e-6f;
+    (of_key ? s.of_keys : s.of_queries)[token] = a.normalize ? rsqrtf(sum + kEpsilon) : 1.f;
+  }
+
+  // The products of keys, and of queries and keys, [16, 64]: of a band with itself and those before it.
+  __device__ __forceinline__ void Multiply(float (&keys)[kChunk / 8][4], float (&queries)[kChunk / 8][4]) {
+#pragma unroll 2
+    for (int d = 0; d < kD; d += 16) {
+      uint32_t of_key[4], of_query[4], b[4];
+      s.k.A(of_key, Band(), d), s.q.A(of_query, Band(), d);
+#pragma unroll
+      for (int i = 0; i < kChunk / 16; ++i) {
+        if (16 * i > Band()) continue;
+        s.k.TransposedB(b, 16 * i, d);
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          MultiplyAdd<false>(keys[2 * i + j], of_key, b[2 * j], b[2 * j + 1]);
+          MultiplyAdd<false>(queries[2 * i + j], of_query, b[2 * j], b[2 * j + 1]);
+        }
+      }
+    }
+  }
+
+  // Of a head; the warp's lanes have two tokens each.
+  __device__ __forceinline__ void Sum(int head, Decays& out) {
+    float logs[2], betas[2];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int token = 2 * Lane() + i;
+      const bool inside = token < Rows();
+      const int64_t at = (row * a.s + first + token) * a.h + head;
+      const float gate = inside ? a.gate[at] : 0.f, log = gate * kLog2E;
+      // A NaN goes to beta, for in the sums it would be of later runs, too.
+      const bool is_number = gate < INFINITY;
+      logs[i] = is_number && log > kLeast ? log : kLeast;
+      betas[i] = !inside ? 0.f : is_number ? a.beta[at] : NAN;
+    }
+    float sum = logs[0] + logs[1];
+#pragma unroll
+    for (int by = 1; by < 32; by *= 2) {
+      const float other = __shfl_sync(~0u, sum, max(Lane() - by, 0));
+      if (Lane() >= by) sum += other;
+    }
+    const float before = __shfl_sync(~0u, sum, max(Lane() - 1, 0));
+    const float first_sum = (Lane() > 0 ? before : 0.f) + logs[0];
+    *reinterpret_cast<float2*>(out.sums + 2 * Lane()) = make_float2(first_sum, sum);
+    *reinterpret_cast<float2*>(out.beta + 2 * Lane()) = make_float2(betas[0], betas[1]);
+  }
+
+  // The system below its diagonal, and how much is seen, of the warp's band.
+  __device__ __forceinline__ void Put(const Decays& of, const float (&keys)[kChunk / 8][4],
+                                      const float (&queries)[kChunk / 8][4]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int to = Band() + ssm::RowOf(2 * half);
+      const float of_key = of.beta[to] * s.of_keys[to], of_query = a.scale * s.of_queries[to];
+      const float sum = of.sums[to];
+#pragma unroll
+      for (int i = 0; i < kChunk / 8; ++i) {
+        if (8 * i >= Band() + ssm::kBand) continue;
+        const int from = 8 * i + ssm::ColumnOf(0);
+        float below[2], seen[2];
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          const float weight = Exp2(sum - of.sums[from + j]) * s.of_keys[from + j];
+          const bool is_seen = from + j <= to && s.runs.AreOne(from + j, to);
+          below[j] = is_seen && from + j < to ? keys[i][2 * half + j] * weight * of_key : 0.f;
+          seen[j] = is_seen ? queries[i][2 * half + j] * weight * of_query : 0.f;
+        }
+        *reinterpret_cast<float2*>(s.system + to * kPitch + from) = make_float2(below[0], below[1]);
+        *reinterpret_cast<uint32_t*>(s.seen.tile.At(to, from)) = ssm::Pack(seen[0], seen[1]);
+      }
+    }
+  }
+
+  // The inverse of 1 + system, of the warp's block [16, 16] on the diagonal: a lane has a column, and
+  // substitutes. It is 0 above the diagonal, as is the block right of it in a square of two.
+  __device__ __forceinline__ void InvertBlock() {
+    float* const block = s.system + Band() * kPitch + Band();
+    const int column = Lane() % 16;
+    float x[16];
+#pragma unroll
+    for (int i = 0; i < 16; ++i) {
+      x[i] = i == column ? 1.f : 0.f;
+#pragma unroll
+      for (int j = 0; j < i; j += 4) {
+        const float4 four = *reinterpret_cast<const float4*>(block + i * kPitch + j);
+        x[i] -= four.x * x[j];
+        if (j + 1 < i) x[i] -= four.y * x[j + 1];
+        if (j + 2 < i) x[i] -= four.z * x[j + 2];
+        if (j + 3 < i) x[i] -= four.w * x[j + 3];
+      }
+    }
+    __syncwarp();
+    if (Lane() >= 16 && WarpIndex() % 2 > 0) return;
+#pragma unroll
+    for (int i = 0; i < 16; ++i) block[i * kPitch + Lane()] = Lane() < 16 ? x[i] : 0.f;
+  }
+
+  // Of squares of 2 kSize on the diagonal, whose halves there are inverted, the half below: -B (A C), where A
+  // is that of the system, and B and C are the inverses right and above.
+  template <int kSize>
+  __device__ __forceinline__ void Merge() {
+    constexpr int kPerSquare = 4 * kSize, kHalfPitch = kSize + 4, kCount = kSize / 16;
+    const int square = threadIdx.x / kPerSquare, index = threadIdx.x % kPerSquare;
+    const int column = index % (kSize / 4) * 4, at = index / (kSize / 4) * kCount;
+    float* const above = s.system + square * 2 * kSize * (kPitch + 1);
+    float* const below = above + kSize * kPitch;
+    float* const half = s.seen.half + square * kSize * kHalfPitch;
+    const auto store = [&](float* to, int pitch, const float (&of)[kCount][4], float sign) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i)
+        *reinterpret_cast<float4*>(to + (at + i) * pitch + column) =
+            make_float4(sign * of[i][0], sign * of[i][1], sign * of[i][2], sign * of[i][3]);
+    };
+    float first[kCount][4] = {}, second[kCount][4] = {};
+    MultiplySquares<kSize>(first, below, kPitch, above, kPitch, at, column);
+    store(half, kHalfPitch, first, 1.f);
+    __syncthreads();
+    MultiplySquares<kSize>(second, below + kSize, kPitch, half, kHalfPitch, at, column);
+    store(below, kPitch, second, -1.f);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void Write(const Decays& of, Chunk& out) {
+    for (int i = threadIdx.x; i < kChunk * kChunk / 8; i += kThreads) {
+      const int to = i / (kChunk / 8), from = i % (kChunk / 8) * 8;
+      uint4 solve{}, seen{};
+      if (from <= to) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 8; j += 2) {
+          float two[2];
+#pragma unroll
+          for (int n = 0; n < 2; ++n) {
+            const int at = from + j + n;
+            const bool is_seen = at <= to && s.runs.AreOne(at, to);
+            two[n] = is_seen ? s.system[to * kPitch + at] * of.beta[at] : 0.f;
+          }
+          words[j / 2] = ssm::Pack(two[0], two[1]);
+        }
+        solve = make_uint4(words[0], words[1], words[2], words[3]);
+        seen = *reinterpret_cast<const uint4*>(s.seen.tile.At(to, from));
+      }
+      *reinterpret_cast<uint4*>(out.solve + to * kChunk + from) = solve;
+      *reinterpret_cast<uint4*>(out.seen + to * kChunk + from) = seen;
+    }
+    if (threadIdx.x >= kChunk) return;
+    const int token = threadIdx.x;
+    const float since = s.runs.Continues(token) ? Exp2(of.sums[token]) : 0.f, last = of.sums[kLast];
+    Weights& weights = out.weights;
+    weights.keys[token] = since * s.of_keys[token];
+    weights.queries[token] = since * s.of_queries[token] * a.scale;
+    weights.left[token] = s.runs.AreOne(token, kLast) ? Exp2(last - of.sums[token]) * s.of_keys[token] : -1.f;
+    if (token == kLast) weights.keeps = since, weights.several = !s.runs.AreOne(0, kLast);
+  }
+
+  __device__ __forceinline__ void Run(Chunk* chunks) {
+    Fetch();
+    float keys[kChunk / 8][4] = {}, queries[kChunk / 8][4] = {};
+    for (int i = 0; i < Heads(); ++i) {
+      const int head = group * Heads() + i;
+      if (i % kWarps == 0) {  // all have met behind the last ones
+        if (i + WarpIndex() < Heads()) Sum(head + WarpIndex(), s.decays[WarpIndex()]);
+        if (i == 0) WaitForPrefetch<0>();
+        __syncthreads();
+      }
+      if (i == 0) {
+        Lengths();
+        Multiply(keys, queries);
+        __syncthreads();  // none reads q or k any more
+      }
+      const Decays& decays = s.decays[i % kWarps];
+      Put(decays, keys, queries);
+      __syncwarp();
+      InvertBlock();
+      __syncthreads();
+      Merge<16>();
+      Merge<32>();
+      Write(decays, chunks[head]);
+      __syncthreads();
+    }
+  }
+};
+
+template <int kD, bool kRuns>
+__global__ void __launch_bounds__(kThreads, 3) te_gated_delta_chunks(const ChunkArgs a, Chunk* chunks) {
+  extern __shared__ uint4 memory[];
+  auto& shared = *reinterpret_cast<ChunkShared<kD, kRuns>*>(memory);
+  Chunks<kD, kRuns> all{a, shared, blockIdx.z, int(blockIdx.x) * kChunk, int(blockIdx.y)};
+  all.Run(chunks + (int64_t(blockIdx.z) * gridDim.x + blockIdx.x) * a.h);
+}
+
+template <int kD, bool kRuns>
+Status Run(cudaStream_t stream, const ChunkArgs& a, int64_t rows, Chunk* chunks) {
+  const auto kernel = te_gated_delta_chunks<kD, kRuns>;
+  constexpr size_t kBytes = sizeof(ChunkShared<kD, kRuns>);
+  TE_TRY(ssm::AllowShared(kernel, kBytes));
+  const dim3 grid(unsigned(CeilDiv(a.s, kChunk)), unsigned(a.g), unsigned(rows));
+  kernel<<<grid, kThreads, kBytes, stream>>>(a, chunks);
+  TE_LAUNCHED();
+}
+
+}  // namespace
+
+Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, int64_t rows, Chunk* chunks) {
+  return ssm::DispatchStates(a.d, a.runs,
+                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, rows, chunks); });
+}
+
+}  // namespace te::delta

@@ -1,0 +1,128 @@
+"""On the GPU: the kernels of the gated delta rule against one token after the other in float64."""
+
+import ctypes
+from functools import partial
+
+import delta_oracle as oracle
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from ssm_oracle import both
+
+from te_jax.ops.delta import gated_delta, kernels
+from te_jax.ops.delta.rule import gated_delta_fwd
+
+pytestmark = pytest.mark.gpu
+bf16, f32 = jnp.bfloat16, jnp.float32
+# s, h, g, d, e, absent: one token, a chunk of 64, one more, some of the 512 after which a state is kept; tiles that are
+# full, and not; more heads of a key than a CTA has warps. On a GPU also many chunks.
+CASES = [
+    (1, 4, 2, 8, 8, ()),
+    (64, 1, 1, 128, 128, ("initial_state",)),
+    (65, 2, 2, 64, 64, ("segments",)),
+    (130, 5, 1, 128, 64, ()),
+    (580, 2, 1, 24, 72, ()),
+    (8192, 4, 2, 128, 128, ()),
+]
+LITTLE = CASES[2:3]  # with little shared memory
+# The state, its difference from v, the inverse, what a token writes, and what is seen or left of that are rounded to
+# bf16 as operands of products: a term passes at most five roundings, and the row's largest number is as large as any.
+ERROR = oracle.ERROR + 5 * 2.0**-9
+
+
+def check(rng, s, h, g, d, e, absent, normalize=True):
+    """Results and all gradients of six rows; those are of plain JAX, from the states that the kernel kept."""
+    given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=6)
+    given = {name: a for name, a in given.items() if name not in absent}
+    if not normalize:  # of length 1 but for a rounding, so that the state does not grow
+        unit = lambda a: (a / np.linalg.norm(a.astype(np.float32), axis=-1, keepdims=True)).astype(a.dtype)
+        given |= dict(q=unit(given["q"]), k=unit(given["k"]), beta=given["beta"] * jnp.bfloat16(0.98))
+    of = lambda segments: None if "segments" in absent else segments
+
+    def ours(given, segments, cotangents):
+        fn = lambda given: gated_delta(**given, segments=of(segments), normalize=normalize, return_final_state=True)
+        return both(fn, given, cotangents)
+
+    def theirs(given, segments, cotangents):
+        return both(lambda given: oracle.rule(given, of(segments), normalize=normalize), given, cotangents)
+
+    got = jax.jit(jax.vmap(ours))(given, segments, cotangents)
+    wide = jax.tree.map(lambda a: a.astype(np.float64), (given, cotangents))
+    with jax.enable_x64(True):
+        want = jax.device_get(jax.jit(jax.vmap(theirs))(wide[0], segments, wide[1]))
+    for at, mine, exact in zip(("", "d"), got, want):
+        for name, each in mine.items():
+            oracle.near(each, exact[name], at + name, ERROR)
+
+
+@pytest.mark.parametrize("s, h, g, d, e, absent", CASES)
+def test_gated_delta(rng, s, h, g, d, e, absent):
+    check(rng, s, h, g, d, e, absent)
+
+
+def test_keys_as_they_are(rng):
+    check(rng, 70, 2, 1, 64, 16, (), normalize=False)
+
+
+@pytest.mark.parametrize("s, h, g, d, e, absent", LITTLE)
+def test_little_shared_memory(rng, request, s, h, g, d, e, absent):
+    """As GPUs have it that are no Hopper: one stage."""
+    if not (path := request.config.getoption("--host-kernels")):
+        pytest.skip("the GPU's shared memory is what it is")
+    held = ctypes.c_int.in_dll(ctypes.CDLL(path), "te_host_shared_bytes")
+    request.addfinalizer(lambda before=held.value: setattr(held, "value", before))
+    held.value = 99 << 10
+    check(rng, s, h, g, d, e, absent)
+
+
+def test_what_is_not_finite_stays_in_its_run(rng):
+    """Keys, values, betas and gates, of a run that ends in the chunk where the next one begins: all tokens of that
+    chunk may get it, those of later chunks not; nor what was in the memory of results."""
+    s, bad, end, h, d, e = 200, 67, 100, 2, 16, 16
+    given, _, _ = oracle.rows_of(rng, s, h, h, d, e, False, bf16, count=6)
+    given.pop("initial_state")
+    ids = np.broadcast_to(np.arange(s) >= end, (6, s)).astype(np.int32)
+    clean = {name: a.copy() for name, a in given.items()}
+    for name, value in dict(k=np.inf, v=np.nan, beta=np.nan, gate=np.nan).items():
+        given[name][:, bad] = value
+    unknown = lambda: [jnp.full((6, *shape), jnp.nan, dtype) for shape, dtype in (((s, h, e), bf16), ((h, d, e), f32))]
+
+    @partial(jax.jit, donate_argnums=1, keep_unused=True)
+    def run(given, unknown):
+        return gated_delta(**given, segments=ids, normalize=True, return_final_state=True)
+
+    (y, final), (want, want_final) = run(given, unknown()), run(clean, unknown())
+    chunk = np.arange(s) // 64 == bad // 64
+    assert np.isnan(np.asarray(y, np.float32)[:, bad:end]).all()
+    oracle.near(y[:, ~chunk], want[:, ~chunk], "y", 2.0**-9)  # sums of gates begin with other ones
+    oracle.near(final, want_final, "final", 2.0**-9)
+
+
+def test_no_tokens():
+    """The state stays as it is."""
+    empty = lambda *shape: jnp.zeros((2, 0, *shape), jnp.bfloat16)
+    initial = jnp.arange(2 * 3 * 8 * 8, dtype=jnp.float32).reshape(2, 3, 8, 8)
+    tokens = empty(1, 8), empty(1, 8), empty(3, 8), empty(3), empty(3)
+    y, final = jax.jit(lambda: gated_delta(*tokens, initial_state=initial, return_final_state=True))()
+    assert y.shape == (2, 0, 3, 8)
+    np.testing.assert_array_equal(final, initial)
+
+
+def test_the_one_group_of_a_device(rng):
+    """Of several keys a device may have one, with the heads that share it; of one key all heads have it."""
+    draw = lambda *shape: jnp.asarray(rng.standard_normal((2, 70, *shape)), jnp.bfloat16)
+    operands = draw(1, 16), draw(1, 16), draw(4, 16), draw(4), -jnp.abs(draw(4, 1)), None, None
+    attrs = dict(outputs=("y", "states"), scale=0.25, normalize=True)
+    run = lambda shared: jax.jit(lambda: gated_delta_fwd(*operands, shared=shared, **attrs))()
+    jax.tree.map(np.testing.assert_array_equal, run(1), run(4))
+
+
+def test_which_calls_have_a_kernel():
+    """One place says it; the others are plain JAX on a GPU, too."""
+    of = lambda dtype=bf16, d=128, e=128, c=1: [
+        jax.ShapeDtypeStruct((1, 9, 2, n), t) for n, t in ((d, dtype), (d, dtype), (e, dtype), (c, f32))
+    ]
+    assert all(kernels._has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8)))
+    without = dict(dtype=f32), dict(d=136), dict(e=256), dict(d=12), dict(c=128)
+    assert not any(kernels._has_kernel(*of(**case)) for case in without)
