@@ -1,4 +1,5 @@
-"""torch's GEMMs and mamba_ssm's scan, in a process of their own: two frameworks would fight for one GPU's memory.
+"""torch's GEMMs, mamba_ssm's scan and fla's gated delta rule, in a process of their own: two frameworks would fight for
+one GPU's memory.
 
 As a program: reads lines {"kind": a name in `_KINDS`, "calls": n, "sizes": its arguments} from stdin, and answers each
 on stdout with {"ms": per call}, where n is 0 with {"peak_bytes": of a call}; or with {"error": text}, and ends.
@@ -52,6 +53,19 @@ def measure_scan(calls: int, graph: bool, **sizes) -> float:
 def peak_of_scan(**sizes) -> int:
     """The bytes of operands, results and temporaries of an eager call, at the most that torch had allocated at once."""
     return _ask("scan", 0, graph=False, **sizes)["peak_bytes"]
+
+
+def measure_delta(calls: int, graph: bool, **sizes) -> float:
+    """ms per call of fla's `chunk_gated_delta_rule`, likewise, with keys and queries of length 1.
+
+    shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d].
+    """
+    return _ask("delta", calls, graph=graph, **sizes)["ms"]
+
+
+def peak_of_delta(**sizes) -> int:
+    """As `peak_of_scan`."""
+    return _ask("delta", 0, graph=False, **sizes)["peak_bytes"]
 
 
 def _ask(kind: str, calls: int, **sizes) -> dict:
@@ -122,6 +136,25 @@ def _scan(torch, shape, backward, graph):
     return _graph(torch, run) if graph else run
 
 
+def _delta(torch, shape, backward, graph):
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    def normal(*shape, dtype=torch.bfloat16):
+        return torch.randn(*shape, device="cuda", dtype=dtype)
+
+    b, s, g, h, d = shape
+    gate = -torch.nn.functional.softplus(normal(b, s, h, dtype=torch.float32) - 3)
+    operands = normal(b, s, g, d), normal(b, s, g, d), normal(b, s, h, d), gate, normal(b, s, h).sigmoid()
+    operands = [a.requires_grad_(backward) for a in operands]
+    dy = normal(b, s, h, d) if backward else None
+
+    def forward():
+        return chunk_gated_delta_rule(*operands, use_qk_l2norm_in_kernel=True)[0]
+
+    run = (lambda: torch.autograd.grad(forward(), operands, dy)) if backward else forward
+    return _graph(torch, run) if graph else run
+
+
 def _graph(torch, run):
     """`run` as one launch. What it does at first, as to choose kernels by timing, is done before."""
     stream = torch.cuda.Stream()
@@ -141,7 +174,7 @@ def _graph(torch, run):
     return replay
 
 
-_KINDS = {"scaled_mm": _scaled_mm, "grouped_mm": _grouped_mm, "scan": _scan}
+_KINDS = {"scaled_mm": _scaled_mm, "grouped_mm": _grouped_mm, "scan": _scan, "delta": _delta}
 
 
 def _timed(torch, run, calls: int) -> dict:

@@ -21,6 +21,7 @@ from te_jax.ops.gemm import tune_all
 
 from . import (
     ceilings,
+    delta,
     expert_devices,
     grouped,
     grouped_ops,
@@ -41,9 +42,9 @@ _ROUNDS = 4  # that count
 _TRACED = 3  # steps
 _COMPILED_AT_ONCE = 8
 _SECONDS, _QUICK_SECONDS = 1.2, 0.1  # of a contender, in all of these
-# energy: the driver counts joules by tenths of a second; ssm: short calls, and many of them.
-_OWN_SECONDS = {"energy": 4.8, "ssm": 0.8}
-_WITH_CEILINGS = {"ssm"}  # suites that measure `ceilings`, since no row bounds the others
+# energy: the driver counts joules by tenths of a second; ssm, delta: short calls, and many of them.
+_OWN_SECONDS = {"energy": 4.8, "ssm": 0.8, "delta": 0.8}
+_WITH_CEILINGS = {"ssm", "delta"}  # suites that measure `ceilings`, since no row bounds the others
 
 SUITES = {
     "grouped": (
@@ -55,6 +56,7 @@ SUITES = {
     "small": (small.cases, "steps of small layers, in turns with Flax"),
     "energy": (layers.energy_cases, "whole layers forward and backward, in turns with Flax: joules of a step"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
+    "delta": (delta.cases, "the gated delta rule, in turns with fla's kernels"),
     "ssm": (ssm.cases, "Mamba-2's scan, convolution and block, in turns with mamba_ssm's kernels"),
 }
 

@@ -184,7 +184,7 @@ FLOORS_OF_CSRC = (
     {"base", "include"},
     {"quantize"},
     {"activation", "attention", "gemm", "norm", "rope", "ssm"},
-    {"experts"},
+    {"delta", "experts"},
     {"interface"},
 )
 

@@ -123,6 +123,6 @@ def test_which_calls_have_a_kernel():
     of = lambda dtype=bf16, d=128, e=128, c=1: [
         jax.ShapeDtypeStruct((1, 9, 2, n), t) for n, t in ((d, dtype), (d, dtype), (e, dtype), (c, f32))
     ]
-    assert all(kernels._has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8)))
+    assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8)))
     without = dict(dtype=f32), dict(d=136), dict(e=256), dict(d=12), dict(c=128)
-    assert not any(kernels._has_kernel(*of(**case)) for case in without)
+    assert not any(kernels._rule_has_kernel(*of(**case)) for case in without)

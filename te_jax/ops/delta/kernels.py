@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from te_jax.ops.delta.chunk import CHUNK
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.ssm.runs import runs_and_rows
 
-_TILE = 64  # tokens of a chunk
 _MOST = 128  # channels
-_CHUNK_BYTES = 2 * _TILE * _TILE * 2 + 3 * _TILE * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
+_CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 3 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
 
 
-def _has_kernel(q, k, v, gate):
+def _rule_has_kernel(q, k, v, gate):
     """Whether the kernels take such operands."""
     sizes_known = all(isinstance(size, int) for a in (k, v) for size in a.shape)
     in_bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k, v))
@@ -28,7 +28,7 @@ def rule(
     segments: Any, initial: Any, **attrs: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """The `cuda` of te_gated_delta_fwd."""
-    if not _has_kernel(q, k, v, gate):
+    if not _rule_has_kernel(q, k, v, gate):
         return reference(q, k, v, beta, gate, segments, initial, **attrs)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
     runs, q, k, rows, beta, gate, initial = runs_and_rows(v.ndim - 3, segments, q, k, v, beta, gate, initial)
@@ -39,4 +39,4 @@ def rule(
 def rule_workspace(q: Any, k: Any, v: Any, *_: Any, **attrs: Any) -> int:
     """Bytes."""
     rows, s, h, _ = v.shape
-    return rows * ceil_div(s, _TILE) * h * _CHUNK_BYTES
+    return rows * ceil_div(s, CHUNK) * h * _CHUNK_BYTES

@@ -1,0 +1,112 @@
+"""Cases of the gated delta rule, with a gate for each head, next to the Triton kernels of flash-linear-attention (the
+package `fla`), eager and as a CUDA graph, where these are installed.
+
+A step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes` of fla is
+what torch had allocated at most, te_jax's is XLA's account of the call.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+
+from te_jax.ops.delta import gated_delta
+
+from . import torch_peers
+from .cases import Case
+from .timing import Call, compiled, normal, on_gpu
+
+TE = "te_jax"
+PEERS = {"fla eager": False, "fla graph": True}  # whether it is a CUDA graph
+_CHUNK = 64  # tokens
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Sizes of a call: q and k are [batch, seq, groups, d], v is [batch, seq, heads, d]."""
+
+    batch: int
+    seq: int
+    groups: int
+    heads: int
+    d: int = 128
+
+    @property
+    def name(self) -> str:
+        return f"gated delta b{self.batch} s{self.seq} g{self.groups} h{self.heads} d{self.d}"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.batch, self.seq, self.groups, self.heads, self.d
+
+    def flops(self, backward: bool) -> float:
+        """Products in chunks of 64 tokens. Those of keys, and of queries and keys, are of a group; what a token writes
+        and reads of its chunk is of a head, and all four count half, since they are causal; each head reads its state
+        for a key and a query, and adds to it. The inverse does not count. The backward pass has two products for each;
+        what it computes again does not count."""
+        seen = _CHUNK / 2
+        of_token = self.groups * 2 * seen * self.d + self.heads * (2 * seen * self.d + 3 * self.d * self.d)
+        return 2 * self.batch * self.seq * of_token * (3 if backward else 1)
+
+    def bytes(self, backward: bool) -> float:
+        """Each operand once, and y; with the backward pass dy and gradients, too. The gate is of four bytes, the rest
+        of two."""
+        y = 2 * self.batch * self.seq * self.heads * self.d
+        operands = self.batch * self.seq * (2 * self.d * (2 * self.groups + self.heads) + 6 * self.heads)
+        return (operands + y) * (2 if backward else 1)
+
+    def operands(self) -> tuple[jax.Array, ...]:
+        """q, k, v, beta and gate; of a state about a twentieth fades with each token."""
+        b, s, g, h, d = self.shape
+        q, k, v = (normal(seed, (b, s, n, d)) for seed, n in enumerate((g, g, h)))
+        beta, gate = normal(3, (b, s, h)), normal(4, (b, s, h), jnp.float32)
+        return q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(gate - 3)
+
+    def build(self, backward: bool) -> Call:
+        if not backward:
+            return compiled(rule, [self.operands()])
+
+        def both(operands, dy):
+            y, pull = jax.vjp(rule, *operands)
+            return y, pull(dy)
+
+        return compiled(both, [(self.operands(), normal(5, (self.batch, self.seq, self.heads, self.d)))])
+
+    def cases(self, peers: bool) -> Iterator[Case]:
+        """peers: with those that they have."""
+        for backward in (False, True):
+            name = f"{self.name} {'fwd+bwd' if backward else 'fwd'}"
+            work = dict(flops=self.flops(backward), bytes=self.bytes(backward), suite="delta")
+            others = PEERS if peers else {}
+            yield Case(name, TE, partial(self.build, backward), beside=tuple(others), **work)
+            asked = dict(shape=self.shape, backward=backward)
+            for impl, graph in others.items():
+                more = dict(figures=partial(_peak_of_fla, asked)) if backward and not graph else {}
+                yield Case(name, impl, measure=partial(_fla, graph, asked), **work, **more)
+
+
+def rule(q, k, v, beta, gate):
+    return gated_delta(q, k, v, beta, gate, normalize=True)
+
+
+def _fla(graph: bool, asked: dict, calls: int, repeat: int) -> list[float]:
+    return [torch_peers.measure_delta(calls, graph, **asked) for _ in range(repeat)]
+
+
+def _peak_of_fla(asked: dict, ms: float) -> dict:
+    return {"peak_bytes": torch_peers.peak_of_delta(**asked)}
+
+
+def rules(tiny: bool) -> list[Rule]:
+    if tiny:
+        return [Rule(1, 96, 1, 2, 16), Rule(2, 64, 2, 2, 16)]
+    sizes = [(1, 8192, 16, 32), (1, 32768, 16, 32), (4, 8192, 16, 32), (1, 8192, 64, 64)]
+    return [Rule(*size) for size in sizes]
+
+
+def cases(tiny: bool) -> Iterator[Case]:
+    peers = on_gpu() and torch_peers.available("fla")
+    for one in rules(tiny):
+        yield from one.cases(peers)
