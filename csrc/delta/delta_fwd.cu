@@ -3,6 +3,7 @@
 // state (delta_chunks.cu). In the other one a CTA walks over the chunks of a head with the state of some
 // channels of values in registers.
 
+#include "base/device.h"
 #include "base/ops.h"
 #include "delta/delta_walk.cuh"
 
@@ -27,6 +28,22 @@ Status RunWithin(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
   return (int64_t(sizeof(WalkShared<kD, 2>)) <= bytes ? Run<kD, 2> : Run<kD, 1>)(stream, a, rows);
 }
 
+// Of k [rows, s, g, d] and v [rows, s, h, e].
+Status ExpectSizes(const char* op, const Tensor& k, const Tensor& v, int64_t shared) {
+  constexpr int64_t kMost = 128;
+  const int64_t rows = v.sizes[0], s = v.sizes[1], h = v.sizes[2], e = v.sizes[3];
+  const int64_t g = k.sizes[2], d = k.sizes[3];
+  const std::string of_k = k.shape(), of_v = v.shape();
+  TE_CHECK(g >= 1 && h % g == 0 && (shared == h / g || (g == 1 && shared == 1)),
+           "%s: k is %s, v %s, shared %ld", op, of_k.c_str(), of_v.c_str(), long(shared));
+  TE_CHECK(d % 8 == 0 && e % 8 == 0 && d >= 8 && d <= kMost && e <= kMost,
+           "%s: k is %s, v %s; pass multiples of 8, up to %ld channels", op, of_k.c_str(), of_v.c_str(),
+           long(kMost));
+  TE_CHECK(s <= INT32_MAX - kKept && h * d * e <= INT32_MAX && rows <= 65535 && g <= 65535,
+           "%s: v is %s, too large for one call", op, of_v.c_str());
+  return {};
+}
+
 }  // namespace
 }  // namespace delta
 
@@ -34,7 +51,6 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                            Arg initial, Ret y, Ret last, Ret states, Ret workspace, double scale,
                            bool normalize, int64_t shared) {
   constexpr const char* kOp = "te_gated_delta_fwd";
-  constexpr int64_t kMost = 128;
   TE_TRY(ExpectRank(kOp, "k", k, 4, true));
   TE_TRY(ExpectRank(kOp, "v", v, 4, true));
   const Axes keys(k), values(v);
@@ -52,14 +68,7 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                       {"final", last, F32, state, kOptional},
                       {"states", states, F32, Axes{rows, CeilDiv(s, delta::kKept), h, d, e}, kOptional},
                       {"workspace", workspace, U8, {rows * chunks * h * int64_t(sizeof(delta::Chunk))}}}));
-  const std::string of_k = k.shape(), of_v = v.shape();
-  TE_CHECK(g >= 1 && h % g == 0 && (shared == h / g || (g == 1 && shared == 1)),
-           "%s: k is %s, v %s, shared %ld", kOp, of_k.c_str(), of_v.c_str(), long(shared));
-  TE_CHECK(d % 8 == 0 && e % 8 == 0 && d >= 8 && d <= kMost && e <= kMost,
-           "%s: k is %s, v %s; pass multiples of 8, up to %ld channels", kOp, of_k.c_str(), of_v.c_str(),
-           long(kMost));
-  TE_CHECK(s <= INT32_MAX - delta::kKept && h * d * e <= INT32_MAX && rows <= 65535 && g <= 65535,
-           "%s: v is %s, too large for one call", kOp, of_v.c_str());
+  TE_TRY(delta::ExpectSizes(kOp, k, v, shared));
   if (rows * h * e == 0) return {};
   using ssm::Bf16;
   const delta::ChunkArgs args{Data<const Bf16>(q),
@@ -88,6 +97,11 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                              args.g,
                              args.d,
                              int(e)};
+#ifdef TE_HAS_90A
+  bool is_hopper = false;
+  TE_TRY(IsHopper(&is_hopper));
+  if (is_hopper) return delta::RunHopper(stream, walk, rows);
+#endif
   return (d <= 64 ? delta::RunWithin<64> : delta::RunWithin<128>)(stream, walk, rows);
 }
 

@@ -16,6 +16,9 @@ struct WalkArgs {
   int s, h, g, d, e;
 };
 
+// The walk on Hopper.
+Status RunHopper(cudaStream_t stream, const WalkArgs& a, int64_t rows);
+
 template <int kColumns>
 using Tokens = ssm::Tile<kChunk, kColumns, ssm::Boxes<kChunk, kColumns>>;
 
@@ -24,37 +27,85 @@ struct WalkShared {
   struct Stage {
     Tokens<kD> k, q;
     Tokens<kChunk> solve, seen;
-    Tokens<kSlab> v;  // then y
+    Tokens<kSlab> v;
   } stages[kStages];
+  Tokens<kSlab> y;
   Weights weights[kStages];
 };
 
-// A left factor [16, 16], of the results [16, 64] of products, from column 16 * k on: each two neighbours
-// through `fn(row, column, two)`, where row is 0 or 8 more than the lane's first one.
-template <typename Fn>
-__device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[8][4], int k, Fn&& fn) {
+// Results of products, [16, 8 i] of a warp: d[4 j] .. d[4 j + 3] are of columns 8 j to 8 j + 7, as
+// MultiplyAdd has them. A left factor [16, 16 i] has four words for 16 columns.
+using Results = float[kChunk / 2];
+using Left = uint32_t[kChunk / 16][4];
+
+// Products by mma.sync, which are done when they are called.
+struct WarpProducts {
+  static constexpr bool kFences = false;
+  template <typename... Sums>
+  __device__ __forceinline__ static void Begin(Sums&...) {}
+  __device__ __forceinline__ static void Commit() {}
+  template <int kPending, int kCount>
+  __device__ __forceinline__ static void Wait(float (&)[kCount]) {}
+
+  // d += left tile^T
+  template <int kD>
+  __device__ __forceinline__ static void Along(Results& d, const uint32_t (&left)[kD / 16][4],
+                                               Tokens<kD>& tile) {
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k)
+#pragma unroll
+      for (int n = 0; n < kChunk / 16; ++n)
+        Multiply(d, n, left[k], [&](auto& b) { tile.TransposedB(b, 16 * n, 16 * k); });
+  }
+  // The same of a tile that is 0 right of its diagonal.
+  __device__ __forceinline__ static void Seen(Results& d, const Left& left, Tokens<kChunk>& tile) {
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+#pragma unroll
+      for (int n = k; n < kChunk / 16; ++n)
+        Multiply(d, n, left[k], [&](auto& b) { tile.TransposedB(b, 16 * n, 16 * k); });
+  }
+  // d += left tile
+  template <int kD>
+  __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile) {
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+#pragma unroll
+      for (int n = 0; n < kD / 16; ++n) Multiply(d, n, left[k], [&](auto& b) { tile.B(b, 16 * k, 16 * n); });
+  }
+
+ private:
+  template <int kCount, typename Load>
+  __device__ __forceinline__ static void Multiply(float (&d)[kCount], int n, const uint32_t (&left)[4],
+                                                  Load&& load) {
+    float (&low)[4] = reinterpret_cast<float (&)[4]>(d[8 * n]);
+    ssm::Multiply2(low, reinterpret_cast<float (&)[4]>(d[8 * n + 4]), left, load);
+  }
+};
+
+__device__ __forceinline__ float2 LoadTwo(const float* p) { return *reinterpret_cast<const float2*>(p); }
+// weight times x; 0, of any x, where the weight is.
+__device__ __forceinline__ float Weighed(float weight, float x) { return weight == 0 ? 0.f : weight * x; }
+
+// The left factor that results become, 16 columns `k`: each two neighbours through `fn(word, column, two)`.
+template <int kCount, typename Fn>
+__device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[kCount], int k, Fn&& fn) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float* two = &of[2 * k + i / 2][i % 2 * 2];
+    const float* two = of + 8 * k + 2 * i;
     const float2 out = fn(i, 16 * k + i / 2 * 8 + ssm::ColumnOf(0), make_float2(two[0], two[1]));
     words[i] = ssm::Pack(out.x, out.y);
   }
 }
 
-__device__ __forceinline__ float2 LoadTwo(const float* p) { return *reinterpret_cast<const float2*>(p); }
-// weight times x; 0, of any x, where the weight is.
-__device__ __forceinline__ float Weighed(float weight, float x) { return weight == 0 ? 0.f : weight * x; }
-__device__ __forceinline__ float2 Weighed(float2 weights, float2 two) {
-  return make_float2(Weighed(weights.x, two.x), Weighed(weights.y, two.y));
-}
-
-template <int kD, int kStages>
+template <int kD, int kStages, typename Products>
 struct Walk {
   const WalkArgs& a;
   WalkShared<kD, kStages>& s;
   const int64_t row;
   const int head, first;   // channel of values
-  float state[kD / 8][4];  // [16, kD] of the warp
+  float state[kD / 2];     // [16, kD] of the warp
+  uint32_t y[kChunk / 4];  // [16, 64], of the last chunk
 
   __device__ __forceinline__ static int Band() { return kBand * WarpIndex(); }
   __device__ __forceinline__ int Chunks() const { return (a.s + kChunk - 1) / kChunk; }
@@ -87,90 +138,34 @@ struct Walk {
   __device__ __forceinline__ void EachOfState(int64_t index, Fn&& fn) {
     const int64_t from = (index * a.h + head) * a.d * a.e + first;
 #pragma unroll
-    for (int i = 0; i < kD / 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const int value = Band() + ssm::RowOf(j), key = 8 * i + ssm::ColumnOf(j);
-        if (first + value < a.e && key < a.d) fn(state[i][j], from + int64_t(key) * a.e + value);
-      }
+    for (int i = 0; i < kD / 2; ++i) {
+      const int value = Band() + ssm::RowOf(i % 4), key = i / 4 * 8 + ssm::ColumnOf(i % 4);
+      if (first + value < a.e && key < a.d) fn(state[i], from + int64_t(key) * a.e + value);
+    }
   }
   __device__ __forceinline__ void Store(float* to, int64_t index) {
     EachOfState(index, [&](float& each, int64_t at) { to[at] = each; });
   }
 
-  // d += left tile^T, of a tile [64, 64] whose rows are the results' columns, 0 right of its diagonal.
-  __device__ __forceinline__ static void MultiplySeen(float (&d)[8][4], const uint32_t (&left)[4][4],
-                                                      Tokens<kChunk>& tile) {
-#pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k)
-#pragma unroll
-      for (int n = k; n < kChunk / 16; ++n)
-        ssm::Multiply2(d[2 * n], d[2 * n + 1], left[k],
-                       [&](auto& b) { tile.TransposedB(b, 16 * n, 16 * k); });
-  }
-
-  // What the state says of keys and of queries, [16, 64] both.
-  __device__ __forceinline__ void Read(int stage, float (&of_keys)[8][4], float (&of_queries)[8][4]) {
-    auto& tiles = s.stages[stage];
-#pragma unroll
-    for (int k = 0; k < kD / 16; ++k) {
-      uint32_t left[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        left[i] = ssm::Pack(state[2 * k + i / 2][i % 2 * 2], state[2 * k + i / 2][i % 2 * 2 + 1]);
-#pragma unroll
-      for (int n = 0; n < kChunk / 16; ++n) {
-        ssm::Multiply2(of_keys[2 * n], of_keys[2 * n + 1], left,
-                       [&](auto& b) { tiles.k.TransposedB(b, 16 * n, 16 * k); });
-        ssm::Multiply2(of_queries[2 * n], of_queries[2 * n + 1], left,
-                       [&](auto& b) { tiles.q.TransposedB(b, 16 * n, 16 * k); });
-      }
-    }
-  }
-
   // How far v is off what the state says, as a left factor.
-  __device__ __forceinline__ void Compare(int stage, const float (&of_keys)[8][4], uint32_t (&off)[4][4]) {
+  __device__ __forceinline__ void Compare(int stage, const Results& of_keys, Left& off) {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
       uint32_t v[4];
       s.stages[stage].v.TransposedA(v, 16 * k, Band());
       AsLeft(off[k], of_keys, k, [&](int i, int token, float2 said) {
-        const float2 of_v = ssm::Unpack(v[i]);
-        said = Weighed(LoadTwo(s.weights[stage].keys + token), said);
-        return make_float2(of_v.x - said.x, of_v.y - said.y);
+        const float2 of_v = ssm::Unpack(v[i]), of = LoadTwo(s.weights[stage].keys + token);
+        return make_float2(of_v.x - Weighed(of.x, said.x), of_v.y - Weighed(of.y, said.y));
       });
-    }
-  }
-
-  // The state behind the chunk. written [16, 64]: what its tokens write.
-  __device__ __forceinline__ void Advance(int stage, const float (&written)[8][4]) {
-    const Weights& weights = s.weights[stage];
-#pragma unroll
-    for (auto& four : state)
-#pragma unroll
-      for (float& each : four) each = Weighed(weights.keeps, each);
-#pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) {
-      uint32_t left[4];
-      AsLeft(left, written, k, [&](int, int token, float2 two) {
-        const float2 of = LoadTwo(weights.left + token);
-        return make_float2(of.x < 0 ? 0.f : of.x * two.x, of.y < 0 ? 0.f : of.y * two.y);
-      });
-#pragma unroll
-      for (int n = 0; n < kD / 16; ++n)
-        ssm::Multiply2(state[2 * n], state[2 * n + 1], left,
-                       [&](auto& b) { s.stages[stage].k.B(b, 16 * k, 16 * n); });
     }
   }
 
   // Where a chunk has several runs: what the last one's tokens write, without any of the others', as 0 times
   // an inf would stay; nor their keys.
-  __device__ __forceinline__ void OnlyLastRun(int stage, uint32_t (&off)[4][4], float (&written)[8][4]) {
+  __device__ __forceinline__ void OnlyLastRun(int stage, Left& off, Results& written) {
     const float* left = s.weights[stage].left;
 #pragma unroll
-    for (auto& four : written)
-#pragma unroll
-      for (float& each : four) each = 0;
+    for (float& each : written) each = 0;
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
 #pragma unroll
@@ -178,21 +173,31 @@ struct Walk {
         const float2 of = LoadTwo(left + 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
         off[k][i] &= (of.x < 0 ? 0u : 0xffffu) | (of.y < 0 ? 0u : 0xffff0000u);
       }
-    MultiplySeen(written, off, s.stages[stage].solve);
+    Products::Begin(written);
+    Products::Seen(written, off, s.stages[stage].solve);
+    Products::Commit();
+    Products::template Wait<0>(written);
     __syncthreads();  // none reads k any more
     s.stages[stage].k.template Keep<kThreads>([&](int token) { return left[token] >= 0; });
+    Meet();
+  }
+
+  // A barrier of all threads, behind which products see what these have written.
+  __device__ __forceinline__ static void Meet() {
+    if constexpr (Products::kFences) Products::Fence();
     __syncthreads();
   }
 
-  // y [16, 64], which goes where the warp's channels of v were, and from there to memory.
-  __device__ __forceinline__ void Write(int chunk, const float (&y)[8][4]) {
-    auto& tile = s.stages[chunk % kStages].v;
-    __syncwarp();  // no lane reads v any more
+  // y, by way of the warp's channels of a tile.
+  __device__ __forceinline__ void Write(int chunk) {
+    __syncwarp();  // no lane reads the one before
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-#pragma unroll
-      for (int j = 0; j < 4; ++j)
-        *tile.At(8 * i + ssm::ColumnOf(j), Band() + ssm::RowOf(j)) = __float2bfloat16(y[i][j]);
+    for (int i = 0; i < kChunk / 4; ++i) {
+      const int token = i / 2 * 8 + ssm::ColumnOf(0), value = Band() + ssm::RowOf(i % 2 * 2);
+      const float2 two = ssm::Unpack(y[i]);
+      *s.y.At(token, value) = __float2bfloat16(two.x);
+      *s.y.At(token + 1, value) = __float2bfloat16(two.y);
+    }
     __syncwarp();
     const int column = Band() + Lane() % 2 * 8;
     Bf16* const to = a.y + Values(chunk) + column;
@@ -200,44 +205,68 @@ struct Walk {
     for (int token = Lane() / 2; token < kChunk; token += 16)
       if (chunk * kChunk + token < a.s && first + column < a.e)
         *reinterpret_cast<uint4*>(to + int64_t(token) * a.h * a.e) =
-            *reinterpret_cast<const uint4*>(tile.At(token, column));
+            *reinterpret_cast<const uint4*>(s.y.At(token, column));
   }
 
+  // Products are queued so that the tensor cores have the next while threads weigh what the last one made.
   __device__ __forceinline__ void Step(int chunk) {
     const int stage = chunk % kStages;
-    uint32_t off[4][4], left[4][4];
-    float y[8][4] = {}, written[8][4] = {};
-    {
-      float of_keys[8][4] = {};
-      Read(stage, of_keys, y);
-      Compare(stage, of_keys, off);
-    }
-    MultiplySeen(written, off, s.stages[stage].solve);
+    auto& tiles = s.stages[stage];
+    const Weights& weights = s.weights[stage];
+    uint32_t of_state[kD / 16][4];
+    Left off, left, kept;
+    Results of_keys = {}, of_queries = {}, written = {};
+    const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      const float2 of = LoadTwo(s.weights[stage].queries + 8 * i + ssm::ColumnOf(0));
+    for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
+    Products::Begin(of_keys, of_queries);
+    Products::template Along<kD>(of_keys, of_state, tiles.k);
+    Products::Commit();
+    Products::template Along<kD>(of_queries, of_state, tiles.q);
+    Products::Commit();
+    if (chunk > 0) Write(chunk - 1);
+    Products::template Wait<1>(of_keys);
+    Compare(stage, of_keys, off);
+    Products::Begin(written);
+    Products::Seen(written, off, tiles.solve);
+    Products::Commit();
+    Products::template Wait<1>(of_queries);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) y[i][j] = Weighed(j % 2 ? of.y : of.x, y[i][j]);
+    for (int i = 0; i < kChunk / 2; i += 2) {
+      const float2 of = LoadTwo(weights.queries + i / 4 * 8 + ssm::ColumnOf(0));
+      of_queries[i] = Weighed(of.x, of_queries[i]), of_queries[i + 1] = Weighed(of.y, of_queries[i + 1]);
     }
+#pragma unroll
+    for (float& each : state) each = Weighed(weights.keeps, each);
+    Products::template Wait<0>(written);
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k) AsLeft(left[k], written, k, as_it_is);
+    if (weights.several) OnlyLastRun(stage, off, written);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
-      AsLeft(left[k], written, k, [](int, int, float2 two) { return two; });
-    MultiplySeen(y, left, s.stages[stage].seen);
-    Write(chunk, y);
-    if (s.weights[stage].several) OnlyLastRun(stage, off, written);
-    Advance(stage, written);
+      AsLeft(kept[k], written, k, [&](int, int token, float2 two) {
+        const float2 of = LoadTwo(weights.left + token);
+        return make_float2(of.x < 0 ? 0.f : of.x * two.x, of.y < 0 ? 0.f : of.y * two.y);
+      });
+    Products::Begin(state, of_queries);
+    Products::template Across<kD>(state, kept, tiles.k);
+    Products::Commit();
+    Products::Seen(of_queries, left, tiles.seen);
+    Products::Commit();
+    Products::template Wait<0>(state);
+    Products::template Wait<0>(of_queries);
+#pragma unroll
+    for (int i = 0; i < kChunk / 4; ++i) y[i] = ssm::Pack(of_queries[2 * i], of_queries[2 * i + 1]);
   }
 
   __device__ __forceinline__ void Run() {
     Fetch(0);
 #pragma unroll
-    for (auto& four : state)
-#pragma unroll
-      for (float& each : four) each = 0;
+    for (float& each : state) each = 0;
     if (a.initial) EachOfState(row, [&](float& each, int64_t at) { each = a.initial[at]; });
     for (int chunk = 0; chunk < Chunks(); ++chunk) {
       WaitForPrefetch<0>();
-      __syncthreads();  // what was fetched is there for all
+      Meet();  // what was fetched is there for all
       if (kStages > 1) Fetch(chunk + 1);
       if (a.states && chunk % (kKept / kChunk) == 0)
         Store(a.states, row * ((a.s + kKept - 1) / kKept) + chunk / (kKept / kChunk));
@@ -247,6 +276,7 @@ struct Walk {
         Fetch(chunk + 1);
       }
     }
+    if (Chunks() > 0) Write(Chunks() - 1);
     if (a.last) Store(a.last, row);
   }
 };
@@ -255,7 +285,7 @@ template <int kD, int kStages>
 __global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2) te_gated_delta_fwd(const WalkArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<WalkShared<kD, kStages>*>(memory);
-  Walk<kD, kStages>{a, shared, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}.Run();
+  Walk<kD, kStages, WarpProducts>{a, shared, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}.Run();
 }
 
 }  // namespace te::delta

@@ -103,8 +103,9 @@ struct Thread {
   bool fenced = true;            // behind what it wrote there for those copies
   uint32_t shown = 0;            // to the other lanes
   std::vector<Action> stores;    // that copies and products do not see yet
-  std::vector<Action> open;      // products that are not committed
-  std::vector<std::vector<Action>> batches;  // those that are
+  std::vector<std::vector<Action>> fetches{{}};  // by groups, the last one of which is open
+  std::vector<Action> open;                      // products that are not committed
+  std::vector<std::vector<Action>> batches;      // those that are
 };
 
 struct Cta {
@@ -197,9 +198,10 @@ inline void CopySomething() {
 
 inline void RunCluster(int first) {
   std::vector<Thread*> ready;
-  // Now and then a warpgroup is held back until nothing else moves: others run as far ahead as barriers let
-  // them.
+  // Now and then a warpgroup, or a warp of the only one, is held back until nothing else moves: others run as
+  // far ahead as barriers let them.
   constexpr int kNone = -1;
+  const int size = blockDim.x > 128 ? 128 : 32;
   int held = random() % 4;
   for (const auto& t : threads) ready.push_back(t.get());
   for (int turns = 0, copied = 0; !ready.empty(); ++turns) {
@@ -208,7 +210,7 @@ inline void RunCluster(int first) {
     const uint64_t before = moves;
     if (held == kNone && random() % 64 == 0) held = random() % 4;
     for (Thread* t : ready) {
-      if (t->index / 128 == held) continue;
+      if (t->index / size == held) continue;
       self = t;
       threadIdx = {unsigned(t->index), 0, 0}, blockIdx = {unsigned(first + t->cta), 0, 0};
       if (!t->may_go || t->may_go()) Continue(t);

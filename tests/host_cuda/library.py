@@ -101,6 +101,7 @@ _NO_GPU = f"""
 
 #include "gemm/gemm.h"
 #include "gemm/gemm_grouped.h"
+#include "delta/delta_walk.cuh"
 #include "ssm/operands.cuh"
 #include "ssm/scan_bwd.cuh"
 namespace te {{
@@ -112,6 +113,7 @@ Status grouped::RunFast(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; 
 Status grouped::RunWide(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
+Status delta::RunHopper(cudaStream_t, const WalkArgs&, int64_t) {{ return {_LAUNCHED}; }}
 Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const Steps*) {{ return {_LAUNCHED}; }}
 Status ssm::MakeMaps(const ScanCall&, const GradArgs&, HopperGradArgs*) {{ return {_LAUNCHED}; }}
 Status ssm::RunOnHopper(cudaStream_t, const HopperGradArgs&) {{ return {_LAUNCHED}; }}

@@ -43,7 +43,8 @@ void Run(const HopperGradArgs& given, const Sizes& n) {
          [&] { te_ssd_bwd_states_hopper<kN, kRuns>(given); });
   Launch(dim3(a.g * a.parts, chunks, a.slab.rows), kHopperThreads, sizeof(HopperGradShared<kN, kRuns>),
          [&] { te_ssd_bwd_chunks_hopper<kN, kRuns>(given); });
-  Launch(dim3(SumCtas(a) + StepCtas(a), a.slab.rows), kThreads, 0, [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
+  Launch(dim3(SumCtas(a) + StepCtas(a), a.slab.rows), kThreads, 0,
+         [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
 }
 
 template <typename T>

@@ -162,6 +162,20 @@ void LoadMatrices(uint32_t (&words)[4], const void* row) {
     }
 }
 
+// What a thread fetches is there when it has waited for it, and fenced, as products want it.
+inline void PrefetchOrZero16(void* shared, const void* p, bool inside) {
+  const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
+  cluster::self->fetches.back().push_back(
+      [=] { ToShared(to, inside ? *static_cast<const uint4*>(p) : uint4{}); });
+}
+inline void CommitPrefetch() { cluster::self->fetches.emplace_back(); }
+template <int kPending>
+void WaitForPrefetch() {
+  auto& groups = cluster::self->fetches;
+  for (; int(groups.size()) > kPending + 1; groups.erase(groups.begin()))
+    for (const cluster::Action& fetch : groups.front()) cluster::self->stores.push_back(fetch);
+}
+
 inline void StoreShared(uint32_t address, float a, float b, float c, float d) {
   const auto store = [=] { ToShared(address, float4{a, b, c, d}); };
   cluster::self->stores.push_back(store);

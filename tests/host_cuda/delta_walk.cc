@@ -1,0 +1,37 @@
+// One call of the gated delta rule's walk on Hopper on the CPU, with threads of cluster.h: from the standard
+// input its numbers and arrays, to the standard output y, the last states, and those that are kept.
+#include "cluster.h"
+//
+#include "delta/delta_hopper.cuh"
+
+namespace {
+
+using namespace te::delta;
+
+template <int kD>
+void Run(const WalkArgs& a, int rows) {
+  const unsigned heads = a.h, slabs = (a.e + kSlab - 1) / kSlab;
+  cluster::Launch(heads * slabs * rows, 1, kThreads, sizeof(HopperShared<kD>), [&] {
+    const unsigned i = blockIdx.x;
+    blockIdx = {i % heads, i / heads % slabs, i / heads / slabs};
+    te_gated_delta_fwd_hopper<kD>(a);
+  });
+}
+
+}  // namespace
+
+int main() {
+  int32_t n[6];  // rows, tokens, heads of values and of keys, channels of keys and of values
+  cluster::Read(n, sizeof(n));
+  WalkArgs a{};
+  using cluster::ReadArray;
+  a.s = n[1], a.h = n[2], a.g = n[3], a.d = n[4], a.e = n[5];
+  a.q = ReadArray<Bf16>(), a.k = ReadArray<Bf16>(), a.v = ReadArray<Bf16>(), a.chunks = ReadArray<Chunk>();
+  a.initial = ReadArray<float>();
+  size_t bytes[3];  // of results, filled with what shows that nothing was written
+  a.y = ReadArray<Bf16>(&bytes[0]), a.last = ReadArray<float>(&bytes[1]),
+  a.states = ReadArray<float>(&bytes[2]);
+  (a.d <= 64 ? Run<64> : Run<128>)(a, n[0]);
+  std::fwrite(a.y, 1, bytes[0], stdout), std::fwrite(a.last, 1, bytes[1], stdout);
+  std::fwrite(a.states, 1, bytes[2], stdout);
+}
