@@ -177,17 +177,17 @@ struct Chunks {
     const int column = Lane() % 16;
     float x[16];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      x[i] = i == column ? 1.f : 0.f;
+    for (int i = 0; i < 16; ++i) x[i] = i == column ? 1.f : 0.f;
 #pragma unroll
-      for (int j = 0; j < i; j += 4) {
+    for (int j = 0; j < 16; j += 4)
+#pragma unroll
+      for (int i = j + 1; i < 16; ++i) {
         const float4 four = *reinterpret_cast<const float4*>(block + i * kPitch + j);
         x[i] -= four.x * x[j];
         if (j + 1 < i) x[i] -= four.y * x[j + 1];
         if (j + 2 < i) x[i] -= four.z * x[j + 2];
         if (j + 3 < i) x[i] -= four.w * x[j + 3];
       }
-    }
     __syncwarp();
     if (Lane() >= 16 && WarpIndex() % 2 > 0) return;
 #pragma unroll
@@ -282,6 +282,7 @@ struct Chunks {
 
 template <int kD, bool kRuns>
 __global__ void __launch_bounds__(kThreads, 3) te_gated_delta_chunks(const ChunkArgs a, Chunk* chunks) {
+  LetNextStart();
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChunkShared<kD, kRuns>*>(memory);
   Chunks<kD, kRuns> all{a, shared, blockIdx.z, int(blockIdx.x) * kChunk, int(blockIdx.y)};

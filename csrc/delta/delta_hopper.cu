@@ -1,4 +1,5 @@
 // te_gated_delta_fwd's walk on Hopper.
+#include "base/launch.h"
 #include "delta/delta_hopper.cuh"
 
 namespace te::delta {
@@ -11,8 +12,7 @@ Status Run(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const dim3 grid(a.h, unsigned(CeilDiv(a.e, kSlab)), unsigned(rows));
-  kernel<<<grid, kThreads, kBytes, stream>>>(a);
-  TE_LAUNCHED();
+  return LaunchBehind(stream, true, kernel, grid, kThreads, kBytes, a);
 }
 
 }  // namespace

@@ -39,7 +39,7 @@ struct GroupProducts {
   }
 };
 
-constexpr int kHopperStages = 2;
+constexpr int kHopperStages = 3;  // a chunk takes less time than what it needs takes to come
 template <int kD>
 using HopperShared = WalkShared<kD, kHopperStages>;
 
@@ -49,6 +49,7 @@ __global__ void __launch_bounds__(kThreads, 1) te_gated_delta_fwd_hopper(const W
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& all = *reinterpret_cast<HopperShared<kD>*>(shared);
   static_assert(sizeof(all.stages[0]) % 1024 == 0);  // tiles of products begin at a multiple
+  AwaitPrevious();
   Walk<kD, kHopperStages, GroupProducts>{a, all, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}.Run();
 #else
   __trap();  // compiled only for Hopper

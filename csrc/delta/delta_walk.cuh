@@ -260,20 +260,22 @@ struct Walk {
   }
 
   __device__ __forceinline__ void Run() {
-    Fetch(0);
+    constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks
+#pragma unroll
+    for (int chunk = 0; chunk < kAhead; ++chunk) Fetch(chunk);
 #pragma unroll
     for (float& each : state) each = 0;
     if (a.initial) EachOfState(row, [&](float& each, int64_t at) { each = a.initial[at]; });
     for (int chunk = 0; chunk < Chunks(); ++chunk) {
-      WaitForPrefetch<0>();
+      WaitForPrefetch<kAhead - 1>();
       Meet();  // what was fetched is there for all
-      if (kStages > 1) Fetch(chunk + 1);
+      if (kStages > 1) Fetch(chunk + kAhead);
       if (a.states && chunk % (kKept / kChunk) == 0)
         Store(a.states, row * ((a.s + kKept - 1) / kKept) + chunk / (kKept / kChunk));
       Step(chunk);
       if (kStages == 1) {
         __syncthreads();  // none reads the tokens any more
-        Fetch(chunk + 1);
+        Fetch(chunk + kAhead);
       }
     }
     if (Chunks() > 0) Write(Chunks() - 1);
