@@ -107,6 +107,9 @@ struct Walk {
   float state[kD / 2];     // [16, kD] of the warp
   uint32_t y[kChunk / 4];  // [16, 64], of the last chunk
 
+  static constexpr int kAhead =
+      kStages > 1 ? kStages - 1 : 1;  // chunks that are fetched before they are needed
+
   __device__ __forceinline__ static int Band() { return kBand * WarpIndex(); }
   __device__ __forceinline__ int Chunks() const { return (a.s + kChunk - 1) / kChunk; }
   __device__ __forceinline__ int64_t Values(int chunk) const {
@@ -219,6 +222,7 @@ struct Walk {
     const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
+    if (kStages > 1) Fetch(chunk + kAhead);
     Products::Begin(of_keys, of_queries);
     Products::template Along<kD>(of_keys, of_state, tiles.k);
     Products::Commit();
@@ -242,25 +246,25 @@ struct Walk {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) AsLeft(left[k], written, k, as_it_is);
     if (weights.several) OnlyLastRun(stage, off, written);
+    Products::Begin(of_queries);
+    Products::Seen(of_queries, left, tiles.seen);
+    Products::Commit();
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
       AsLeft(kept[k], written, k, [&](int, int token, float2 two) {
         const float2 of = LoadTwo(weights.left + token);
         return make_float2(of.x < 0 ? 0.f : of.x * two.x, of.y < 0 ? 0.f : of.y * two.y);
       });
-    Products::Begin(state, of_queries);
+    Products::Begin(state);
     Products::template Across<kD>(state, kept, tiles.k);
     Products::Commit();
-    Products::Seen(of_queries, left, tiles.seen);
-    Products::Commit();
-    Products::template Wait<0>(state);
-    Products::template Wait<0>(of_queries);
+    Products::template Wait<1>(of_queries);
 #pragma unroll
     for (int i = 0; i < kChunk / 4; ++i) y[i] = ssm::Pack(of_queries[2 * i], of_queries[2 * i + 1]);
+    Products::template Wait<0>(state);
   }
 
   __device__ __forceinline__ void Run() {
-    constexpr int kAhead = kStages > 1 ? kStages - 1 : 1;  // chunks
 #pragma unroll
     for (int chunk = 0; chunk < kAhead; ++chunk) Fetch(chunk);
 #pragma unroll
@@ -269,7 +273,6 @@ struct Walk {
     for (int chunk = 0; chunk < Chunks(); ++chunk) {
       WaitForPrefetch<kAhead - 1>();
       Meet();  // what was fetched is there for all
-      if (kStages > 1) Fetch(chunk + kAhead);
       if (a.states && chunk % (kKept / kChunk) == 0)
         Store(a.states, row * ((a.s + kKept - 1) / kKept) + chunk / (kKept / kChunk));
       Step(chunk);
