@@ -13,7 +13,7 @@ from ssm_oracle import both
 from te_jax.ops.delta import gated_delta, kernels
 from te_jax.ops.delta.rule import gated_delta_fwd
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_use")]
 bf16, f32 = jnp.bfloat16, jnp.float32
 # s, h, g, d, e, absent: one token, a chunk of 64, one more, some of the 512 after which a state is kept; tiles that are
 # full, and not; more heads of a key than a CTA has warps. On a GPU also many chunks.
@@ -29,6 +29,13 @@ LITTLE = CASES[2:3]  # with little shared memory
 # The state, its difference from v, the inverse, what a token writes, and what is seen or left of that are rounded to
 # bf16 as operands of products: a term passes at most five roundings, and the row's largest number is as large as any.
 ERROR = oracle.ERROR + 5 * 2.0**-9
+
+
+@pytest.fixture
+def in_use():
+    kernels.use()
+    yield
+    kernels.use(False)
 
 
 def check(rng, s, h, g, d, e, absent, normalize=True):
