@@ -1,5 +1,6 @@
 // What te_gated_delta_fwd needs of each chunk of tokens and knows before the state: how much queries and keys
-// see of each other, and the inverse that makes what tokens write of what they would write alone.
+// see of each other, and the inverse that makes what tokens write of what each would write without the
+// others.
 
 #include "base/check.h"
 #include "delta/delta.cuh"

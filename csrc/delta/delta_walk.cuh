@@ -57,7 +57,7 @@ struct WarpProducts {
       for (int n = 0; n < kChunk / 16; ++n)
         Multiply(d, n, left[k], [&](auto& b) { tile.TransposedB(b, 16 * n, 16 * k); });
   }
-  // The same of a tile that is 0 right of its diagonal.
+  // d += left tile^T, of a tile that is 0 right of its diagonal.
   __device__ __forceinline__ static void Seen(Results& d, const Left& left, Tokens<kChunk>& tile) {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)

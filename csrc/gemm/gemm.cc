@@ -8,7 +8,7 @@
 #include "base/dl.h"
 #include "base/module.h"
 #include "base/ops.h"
-#include "gemm/gemm_grouped.h"
+#include "gemm/gemm_own.h"
 
 namespace te {
 
@@ -87,7 +87,7 @@ namespace {
 // than matrices. n, k: the axes of these.
 Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, const Axes& n, const Axes& k,
                    const Tensor& row_inv, const Tensor& block_inv) {
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;
+  using grouped::kMost;
   const bool few = std::max({key.m, key.n, key.k, row_inv.count(), block_inv.count()}) <= kMost &&
                    CeilDiv(key.m, 128) * CeilDiv(key.n, 256) <= kMost;
   TE_CHECK(
@@ -99,14 +99,11 @@ Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, co
     TE_CHECK(Aligned(Data<void>(a)), "%s: arrays must be aligned to 16 bytes", call.op);
   TE_CHECK(call.workspace.bytes() >= kGroupedWorkspace, "%s: workspace has %ld bytes, pass %ld", call.op,
            long(call.workspace.bytes()), long(kGroupedWorkspace));
-  grouped::Problem p{};
-  p.experts = 1, p.rows = int(key.m), p.columns = int(key.n), p.k = int(key.k);
+  grouped::Problem p = OneGroup(key, grouped::Sums::kSquares,
+                                {call.lhs.data, call.rhs.data, nullptr, nullptr, Data<void>(call.bias),
+                                 Data<void>(call.c), call.out.data, Data<void>(call.workspace)});
   p.column_slots = int(grouped::SlotsOf(n)), p.k_slots = int(grouped::SlotsOf(k));
-  p.lhs = key.lhs, p.rhs = key.rhs, p.result = key.out;
-  p.sums = grouped::Sums::kSquares, p.layout = grouped::Layout::kAlong;
-  p.left = call.lhs.data, p.right = call.rhs.data, p.out = call.out.data;
   p.left_blocks = Data<float>(row_inv), p.right_blocks = Data<float>(block_inv);
-  p.bias = Data<void>(call.bias), p.c = Data<void>(call.c), p.counter = Data<int>(call.workspace);
   return grouped::Run(stream, call.op, p);
 }
 

@@ -74,7 +74,7 @@ Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, 
               const GemmOperands& operands);
 
 // The algorithms that run `key` on the handle's device, in front te_jax's own where HasOwn, or the
-// heuristic's first guess; more than those of the heuristic where key.tune. Never empty, and the same in
+// heuristic's first guess; more than the heuristic has where key.tune. Never empty, and the same in
 // every process: they follow from the key, the model of the device and the version of cuBLASLt. They do not
 // depend on pointers (the heuristic takes them for aligned to 256 bytes, its default), and the workspace is
 // of one size (te_jax/ops/gemm/dense.py).
@@ -85,6 +85,7 @@ bool Has(const Algos& algos, const Algo& algo);
 
 // An algorithm that cuBLASLt does not have: it stands for this kernel where algorithms are kept.
 Algo OwnAlgo();
+bool IsOwn(const Algo& algo);
 
 // Whether this kernel is what runs `key` on the current device unless another was timed to be faster.
 Status HasOwn(const GemmKey& key, bool* has);

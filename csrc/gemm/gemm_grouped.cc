@@ -12,9 +12,7 @@
 namespace te {
 namespace {
 
-using grouped::InBlocks, grouped::Layout, grouped::Problem, grouped::SlotsOf, grouped::Sums;
-
-constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in ints
+using grouped::InBlocks, grouped::kMost, grouped::Layout, grouped::Problem, grouped::SlotsOf, grouped::Sums;
 
 // The arrays of an op but the scales of blocks.
 struct Call {

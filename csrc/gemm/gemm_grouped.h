@@ -17,9 +17,10 @@ enum class Sums { kFast, kSplit, kSquares, kRows };
 // too. Only numbers of 16 bits lie across k.
 enum class Layout { kAlong, kRightAcross, kBothAcross };
 
-constexpr int kBlock = 128;  // of scales
+constexpr int kBlock = 128;                        // of scales
+constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in ints
 
-// Axes, of which the last one is in blocks, as those of scales.
+// The axes of scales: as `axes`, the last one in blocks.
 inline Axes InBlocks(const Axes& axes) { return axes.Without(1) + Axes{CeilDiv(axes.last(), kBlock)}; }
 
 // How many slots such axes have: what is along the last one, side by side.

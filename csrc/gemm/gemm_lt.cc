@@ -268,7 +268,7 @@ Status CreateHandle(cublasLtHandle_t* handle) {
 
 Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, const Algo& algo,
               const GemmOperands& operands) {
-  if (Has({OwnAlgo()}, algo)) return MatmulOwn(stream, key, operands);
+  if (IsOwn(algo)) return MatmulOwn(stream, key, operands);
   Descriptors descriptors;
   TE_TRY(descriptors.Make(key, operands));
   const float one = 1.f, beta = key.c ? 1.f : 0.f;
@@ -283,8 +283,10 @@ Status Matmul(cudaStream_t stream, cublasLtHandle_t handle, const GemmKey& key, 
 Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
   bool has_own;
   TE_TRY(HasOwn(key, &has_own));
-  if (has_own) algos->push_back(OwnAlgo());
-  if (has_own && !key.tune) return {};
+  if (has_own && !key.tune) {
+    algos->push_back(OwnAlgo());
+    return {};
+  }
   Descriptors descriptors;
   TE_TRY(descriptors.Make(key, {}));
   const cublasStatus_t status = Heuristic(handle, descriptors, key.workspace, algos);
@@ -294,7 +296,9 @@ Status Candidates(cublasLtHandle_t handle, const GemmKey& key, Algos* algos) {
         Format(
             "te_gemm: cuBLASLt has no algorithm for %s on this GPU, of compute capability %s (status %d, %s)",
             Describe(key).c_str(), Capability().c_str(), int(status), StatusName(status))};
-  return key.tune ? AddRelatives(handle, key, descriptors, algos) : Status{};
+  if (key.tune) TE_TRY(AddRelatives(handle, key, descriptors, algos));
+  if (has_own) algos->insert(algos->begin(), OwnAlgo());  // behind the rest, whose relatives it has not
+  return {};
 }
 
 }  // namespace te

@@ -5,21 +5,28 @@
 // bits). Tensor cores keep 13 bits behind the leading one of the largest term of 32 products and the sum so
 // far, so a piece of 256, 8 such additions, loses up to 8 x 2^-13 of its largest partial sum, and one of 128
 // up to 4 x; what pieces lose does not grow with k.
+#include "gemm/gemm_own.h"
+
+#include <cstring>
+
 #include "base/device.h"
-#include "gemm/gemm.h"
-#include "gemm/gemm_grouped.h"
+#include "base/ops.h"
 
 namespace te {
 
 Algo OwnAlgo() { return {}; }
 
+bool IsOwn(const Algo& algo) {
+  const Algo own = OwnAlgo();
+  return std::memcmp(&algo, &own, sizeof(algo)) == 0;
+}
+
 Status HasOwn(const GemmKey& key, bool* has) {
   *has = false;
 #ifdef TE_HAS_90A
-  constexpr int64_t kMost = (int64_t{1} << 31) - 1;  // what the kernel counts in ints
   const bool taken = key.fp8() && !key.fast_accum && key.scales == Scales::kTensor && !key.empty() &&
-                     (key.bias == kNoType || key.bias == key.out) && key.k % 16 == 0 && key.n % 8 == 0 &&
-                     key.workspace >= sizeof(int) && std::max({key.m, key.n, key.k}) <= kMost;
+                     (key.bias == kNoType || key.bias == key.out) && key.workspace >= kGroupedWorkspace &&
+                     std::max({key.m, key.n, key.k}) <= grouped::kMost;
   if (!taken) return {};
   TE_TRY(IsHopper(has));
   if (!*has) return {};
@@ -34,14 +41,7 @@ Status HasOwn(const GemmKey& key, bool* has) {
 }
 
 Status MatmulOwn(cudaStream_t stream, const GemmKey& key, const GemmOperands& operands) {
-  grouped::Problem p{};
-  p.experts = 1, p.rows = int(key.m), p.columns = int(key.n), p.k = int(key.k);
-  p.lhs = key.lhs, p.rhs = key.rhs, p.result = key.out;
-  p.sums = grouped::Sums::kSplit, p.layout = grouped::Layout::kAlong;
-  p.left = operands.lhs, p.right = operands.rhs, p.bias = operands.bias, p.c = operands.c;
-  p.left_inv = operands.lhs_scale_inv, p.right_inv = operands.rhs_scale_inv;
-  p.out = operands.out, p.counter = static_cast<int*>(operands.workspace);
-  return grouped::Run(stream, "te_gemm", p);
+  return grouped::Run(stream, "te_gemm", OneGroup(key, grouped::Sums::kSplit, operands));
 }
 
 }  // namespace te

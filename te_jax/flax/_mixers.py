@@ -11,10 +11,12 @@ from flax import linen as nn
 from te_jax.core.types import align
 from te_jax.flax._common import Initializer, lora_scope, parameter
 from te_jax.flax._context import cutting_axis, tokens_of_device
-from te_jax.flax._fields import has_relative_embedding, is_decoder
+from te_jax.flax._fields import check_call, has_relative_embedding, is_decoder
 from te_jax.flax._projections import project_output
 from te_jax.flax._state import describe, recipe_of
+from te_jax.flax.attention import mask_of_rows
 from te_jax.flax.cache import COLLECTION, check_mutable, lengths_of, variable_of_cache
+from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers.gated_norm import gated_norm_dense, gated_rmsnorm, quantizes_gated_norm
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.sharding import W_NO_SHARD_AXES, W_TP_AXES
@@ -63,7 +65,21 @@ def _attention_fields_are_off(module, given):
 # -- segments and states ----------------------------------------------------------------------------------------
 
 
-def axis_that_cuts(module: nn.Module, decode: bool) -> str | None:
+def begin_call(
+    module: nn.Module, inputs: Any, mask: Any, decode: bool, max_decode_length: int | None, **flags: bool
+) -> tuple[jax.Array, dict[str, Any]]:
+    """-> the inputs [b, s, H]; axis, segments, lengths and name, as layers take them. flags: other arguments of the
+    call. Raises what `Mamba2` raises of its arguments."""
+    check_call(module, **flags)
+    check_decode(module, decode, max_decode_length)
+    inputs = input_of(module, "inputs", inputs)
+    mask = mask_of_rows(module, mask, inputs.shape[0])
+    axis = _axis_that_cuts(module, decode)
+    segments, lengths = _segments_of_mask(module, mask, *inputs.shape[:2], decode, axis)
+    return inputs, dict(segments=segments, lengths=lengths, axis=axis, name=describe(module))
+
+
+def _axis_that_cuts(module: nn.Module, decode: bool) -> str | None:
     """The mesh axis that cuts the sequence, in order, or None, as where only shapes count."""
     if decode:
         return None
@@ -71,7 +87,7 @@ def axis_that_cuts(module: nn.Module, decode: bool) -> str | None:
     return None if module.is_initializing() else axis
 
 
-def segments_of_mask(
+def _segments_of_mask(
     module: nn.Module, mask: Any, b: int, s: int, decode: bool, axis: str | None
 ) -> tuple[jax.Array | None, jax.Array | None]:
     """-> the segments i32[b, s] of tokens, or None; the lengths i32[b] of rows that a cache is to know, or None.

@@ -7,23 +7,20 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Initializer, activation_axes, kernel_initializer, lora_scope, parameter
-from te_jax.flax._fields import Module, check_call, shared_fields
+from te_jax.flax._fields import Module, shared_fields
 from te_jax.flax._mixers import (
-    axis_that_cuts,
+    begin_call,
     of_decay,
     of_step,
     parameters_of_convs,
     project_gated_norm,
-    segments_of_mask,
     states_in_cache,
     steps_are_in_order,
     write_states,
 )
 from te_jax.flax._projections import by_heads, project_normed, project_output
 from te_jax.flax._state import describe
-from te_jax.flax.attention import mask_of_rows
 from te_jax.flax.dense import DenseGeneral
-from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers.gated_delta import DeltaState, DeltaWeights, before_delta_norm, gamma_of_heads, norm_of_heads
 from te_jax.layers.gated_norm import gated_rmsnorm
 from te_jax.ops.attention import SequenceDescriptor
@@ -128,12 +125,8 @@ class GatedDeltaNet(Module):
 
         Raises what `Mamba2` raises.
         """
-        check_call(self, norm_output=norm_output, residual=residual)
-        check_decode(self, decode, max_decode_length)
-        inputs = input_of(self, "inputs", inputs)
-        mask = mask_of_rows(self, mask, inputs.shape[0])
-        axis = axis_that_cuts(self, decode)
-        segments, lengths = segments_of_mask(self, mask, *inputs.shape[:2], decode, axis)
+        flags = dict(norm_output=norm_output, residual=residual)
+        inputs, given = begin_call(self, inputs, mask, decode, max_decode_length, **flags)
         (q, k, v, b, a, z), normed, through = self._project(inputs, norm_output, residual)
         states = self._cached(v, k) if decode else None
         weights = self._weights()
@@ -141,12 +134,9 @@ class GatedDeltaNet(Module):
             *(q, k, v, b, a, z),
             weights,
             allow_neg_eigval=self.allow_neg_eigval,
-            segments=segments,
-            lengths=lengths,
-            axis=axis,
+            **given,
             state=DeltaState(*(variable.value for variable in states)) if decode else None,
             return_state=decode,
-            name=describe(self),
         )
         if decode:
             write_states(self, states, new, inputs.shape[1])

@@ -16,25 +16,20 @@ from te_jax.flax._common import (
 )
 from te_jax.flax._fields import (
     Module,
-    check_call,
     shared_fields,
 )
 from te_jax.flax._mixers import (
-    axis_that_cuts,
+    begin_call,
     of_decay,
     of_step,
     parameters_of_convs,
     project_gated_norm,
-    segments_of_mask,
     states_in_cache,
     steps_are_in_order,
     write_states,
 )
 from te_jax.flax._projections import by_heads, project_normed
-from te_jax.flax._state import describe
-from te_jax.flax.attention import mask_of_rows
 from te_jax.flax.dense import DenseGeneral
-from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers.mamba import MambaState, MambaWeights, before_gated_norm
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import (
@@ -146,28 +141,21 @@ class Mamba2(Module):
         and for a sequence that its devices, which cut it in order, do not divide; TypeError for a cache of another
         dtype.
         """
-        check_call(self, norm_output=norm_output, residual=residual)
-        check_decode(self, decode, max_decode_length)
-        inputs = input_of(self, "inputs", inputs)
-        mask = mask_of_rows(self, mask, inputs.shape[0])
-        axis = axis_that_cuts(self, decode)
-        segments, lengths = segments_of_mask(self, mask, *inputs.shape[:2], decode, axis)
+        flags = dict(norm_output=norm_output, residual=residual)
+        inputs, given = begin_call(self, inputs, mask, decode, max_decode_length, **flags)
         (x, z, B, C, dt), normed, through = self._project(inputs, norm_output, residual)
-        state = self._cached(x, B) if decode else None
-        options = dict(
-            dt_limit=tuple(self.time_step_limit),
-            segments=segments,
-            lengths=lengths,
-            axis=axis,
-            name=describe(self),
-        )
+        states = self._cached(x, B) if decode else None
         weights = self._weights()
+        y, z, new = before_gated_norm(
+            *(x, B, C, dt, z),
+            weights,
+            **given,
+            dt_limit=tuple(self.time_step_limit),
+            state=MambaState(*(variable.value for variable in states)) if decode else None,
+            return_state=decode,
+        )
         if decode:
-            held = MambaState(*(variable.value for variable in state))
-            y, z, new = before_gated_norm(x, B, C, dt, z, weights, **options, state=held, return_state=True)
-            write_states(self, state, new, inputs.shape[1])
-        else:
-            y, z, _ = before_gated_norm(x, B, C, dt, z, weights, **options, state=None, return_state=False)
+            write_states(self, states, new, inputs.shape[1])
         norm = dict(
             groups=self.norm_groups or self.ssm_num_groups,
             epsilon=self.layernorm_epsilon,

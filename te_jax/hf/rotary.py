@@ -100,7 +100,7 @@ class Rotary(Word):
         return made
 
     def fields(self, said: Said) -> Iterable[tuple[str, Any]]:
-        """Those of `turning` that `to` names."""
+        """The fields that `turning` makes and `to` names."""
         made = turning(said[self.name], said["head_dim"])
         return [(path, made[path.rsplit("/", 1)[-1]]) for path in self.to]
 

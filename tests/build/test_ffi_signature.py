@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import pytest
+from delta_kernels import delta_kernels
 from ffi_calls import CALLS, for_cudnn
 
 from benchmarks.op_case import E5M2
@@ -13,7 +14,6 @@ from benchmarks.op_cases import CASES
 from te_jax.core import extension
 from te_jax.core.op import ops
 from te_jax.ops import attention
-from te_jax.ops.delta import kernels
 
 CSRC = Path(__file__).parents[2] / "csrc"
 MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
@@ -49,15 +49,9 @@ def cuda_calls(case, rng):
         given = iter(given)
         return case(*(None if a is None else next(given) for a in args))
 
-    text = jax.jit(fn).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
+    with delta_kernels():
+        text = jax.jit(fn).trace(*given).lower(lowering_platforms=("cuda",)).as_text()
     return [line for line in text.splitlines() if "custom_call @te_" in line]
-
-
-@pytest.fixture(autouse=True)
-def _with_kernels_of_the_delta_rule():
-    kernels.use()
-    yield
-    kernels.use(False)
 
 
 @pytest.mark.parametrize("case", CALLS, ids=str)

@@ -12,8 +12,9 @@ import ssm_oracle
 from flax import linen as nn
 from flax import nnx
 from flax_reference import data
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations
+from mixers_on_meshes import of_a_sequence, of_rows_and_heads
 from quick_init import quick_init
 
 import te_jax as te
@@ -228,27 +229,10 @@ def test_mesh(kind, gate, keys, tp):
     gradients too, and on each device the rule of its heads."""
     module, x, weights = mixer(gate=gate, linear_num_key_heads=keys), data(4, S, H), data(4, S, H, seed=2)
     params = drawn(module, x)
-
-    def run(params, x):
-        y, vjp = jax.vjp(lambda p, x: module.apply({"params": p}, x, residual=True)[0], params, x)
-        return y, *vjp(weights.astype(y.dtype))
-
-    want = jax.jit(run)(params, x)
-    types = (AxisType.Auto,) * 2 if kind == "auto" else (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, tp), ("dp", "tp"), axis_types=types)
-    with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
-        place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
-        boxes = jax.eval_shape(lambda: module.init(KEY, x))["params"]
-        rules = te_flax.extend_logical_axis_rules(())
-        spec_of = lambda box: nn.logical_to_mesh_axes(box.names, rules)
-        specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
-        assert specs["v"]["kernel"] == specs["v_conv_kernel"] == PartitionSpec(None, "tp")
-        with nn.logical_axis_rules(rules):
-            placed = jax.tree.map(place, params, specs), place(x, PartitionSpec("dp"))
-            compiled = jax.jit(run).lower(*placed).compile()
-            got = compiled(*placed)
+    got, want, specs, text = of_rows_and_heads(module, params, x, weights, kind, tp)
+    assert specs["v"]["kernel"] == specs["v_conv_kernel"] == PartitionSpec(None, "tp")
     close(got, want)
-    text = compiled.as_text()  # Two rows, and heads, of a device; or of all.
+    # Two rows, and heads, of a device; or of all.
     assert f"f32[2,{S},{N // tp},{E}]" in text and f"f32[2,{S},{N},{E}]" not in text
 
 
@@ -263,26 +247,7 @@ def test_a_sequence_on_several_devices(kind, gate, packed, sizes):
     params = drawn(module, x)
     ids = np.array([[1] * 5 + [2] * 3 + [3] * 8, [1] * 2 + [2] * 13 + [4]], np.int32)
     mask = SequenceDescriptor.from_segment_ids_and_pos(ids) if packed else None
-
-    def apply(params, x, mask):
-        return module.apply({"params": params}, x, mask)[0]
-
-    def run(params, x, apply=apply):
-        y, vjp = jax.vjp(lambda p, x: apply(p, x, mask), params, x)
-        return y, *vjp(weights.astype(y.dtype))
-
-    want = jax.jit(run)(params, x)
-    types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 3
-    mesh = jax.make_mesh(sizes, ("dp", "cp", "tp"), axis_types=types)
-    resource = MeshResource(dp_resource="dp", cp_resource="cp", tp_resource="tp")
-    with jax.set_mesh(mesh), global_shard_guard(resource):
-        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
-            whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
-            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, cut))
-            shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
-            run = partial(run, apply=shards) if kind == "manual" else run
-            jaxpr = jax.make_jaxpr(run)(params, placed).jaxpr
-            got = jax.jit(run)(params, placed)
+    got, want, jaxpr = of_a_sequence(module, params, x, weights, mask, kind, sizes)
     calls = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "te_gated_delta_fwd"]
     assert len(calls) == 2 and any(eqn.primitive.name == "ppermute" for eqn in equations(jaxpr))
     if kind == "auto":

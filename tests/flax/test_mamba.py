@@ -1,7 +1,6 @@
 """Mamba2 against one token after the other: gradients, segments, the cache, FP8, adapters, NNX, a mesh, errors."""
 
 import dataclasses
-from functools import partial
 
 import flax_reference as ref
 import jax
@@ -12,8 +11,9 @@ import ssm_oracle
 from flax import linen as nn
 from flax import nnx
 from flax_reference import data
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations
+from mixers_on_meshes import of_a_sequence, of_rows_and_heads
 from quick_init import quick_init
 
 import te_jax as te
@@ -194,27 +194,10 @@ def test_mesh(kind, groups, tp):
     too, and on each device the scan of its heads."""
     module, x, weights = mamba(ssm_num_groups=groups), data(4, S, H), data(4, S, H, seed=2)
     params = drawn(module, x)
-
-    def run(params, x):
-        y, vjp = jax.vjp(lambda p, x: module.apply({"params": p}, x, residual=True)[0], params, x)
-        return y, *vjp(weights.astype(y.dtype))
-
-    want = jax.jit(run)(params, x)
-    types = (AxisType.Auto,) * 2 if kind == "auto" else (AxisType.Explicit,) * 2
-    mesh = jax.make_mesh((2, tp), ("dp", "tp"), axis_types=types)
-    with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
-        place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
-        boxes = jax.eval_shape(lambda: module.init(KEY, x))["params"]
-        rules = te_flax.extend_logical_axis_rules(())
-        spec_of = lambda box: nn.logical_to_mesh_axes(box.names, rules)
-        specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
-        assert specs["x"]["kernel"] == specs["x_conv_kernel"] == PartitionSpec(None, "tp")
-        with nn.logical_axis_rules(rules):
-            placed = jax.tree.map(place, params, specs), place(x, PartitionSpec("dp"))
-            compiled = jax.jit(run).lower(*placed).compile()
-            got = compiled(*placed)
+    got, want, specs, text = of_rows_and_heads(module, params, x, weights, kind, tp)
+    assert specs["x"]["kernel"] == specs["x_conv_kernel"] == PartitionSpec(None, "tp")
     close(got, want)
-    text = compiled.as_text()  # Two rows, and heads, of a device; or of all.
+    # Two rows, and heads, of a device; or of all.
     assert f"f32[2,{S},{N // tp},{P}]" in text and f"f32[2,{S},{N},{P}]" not in text
 
 
@@ -232,26 +215,7 @@ def test_a_sequence_on_several_devices(kind, packed, sizes):
     if kind == "manual":  # The same segments by their first tokens.
         offsets = np.array([[0, 5, 8, 16], [0, 2, 15, 16]], np.int32)
         mask = SequenceDescriptor.from_seqlens_and_offsets(np.diff(offsets), offsets) if packed == "offsets" else mask
-
-    def apply(params, x, mask):
-        return module.apply({"params": params}, x, mask)[0]
-
-    def run(params, x, apply=apply):
-        y, vjp = jax.vjp(lambda p, x: apply(p, x, mask), params, x)
-        return y, *vjp(weights.astype(y.dtype))
-
-    want = jax.jit(run)(params, x)
-    types = (AxisType.Explicit if kind == "explicit" else AxisType.Auto,) * 3
-    mesh = jax.make_mesh(sizes, ("dp", "cp", "tp"), axis_types=types)
-    resource = MeshResource(dp_resource="dp", cp_resource="cp", tp_resource="tp")
-    with jax.set_mesh(mesh), global_shard_guard(resource):
-        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
-            whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
-            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, cut))
-            shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
-            run = partial(run, apply=shards) if kind == "manual" else run
-            jaxpr = jax.make_jaxpr(run)(params, placed).jaxpr
-            got = jax.jit(run)(params, placed)
+    got, want, jaxpr = of_a_sequence(module, params, x, weights, mask, kind, sizes)
     names = [eqn.primitive.name for eqn in equations(jaxpr)]
     assert "ppermute" in names and names.count("te_ssd_fwd") == names.count("te_ssd_bwd") == 1
     if kind == "auto":

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from delta_kernels import delta_kernels
 from ssm_oracle import both
 
 from te_jax.ops.delta import gated_delta, kernels
@@ -33,9 +34,8 @@ ERROR = oracle.ERROR + 5 * 2.0**-9
 
 @pytest.fixture
 def in_use():
-    kernels.use()
-    yield
-    kernels.use(False)
+    with delta_kernels():
+        yield
 
 
 def check(rng, s, h, g, d, e, absent, normalize=True):

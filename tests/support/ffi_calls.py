@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from delta_kernels import delta_kernels
 
 from benchmarks.op_case import E4M3, E5M2, Case
 from benchmarks.op_cases import CASES
@@ -130,7 +131,8 @@ def recorded(case: Case) -> Call:
     jax.ffi.ffi_call = record
     try:
         params = op._params(args, case.outputs, case.attrs)
-        jax.eval_shape(lambda *given: op._run_cuda(*given, **params), *(a for a in args if a is not None))
+        with delta_kernels():
+            jax.eval_shape(lambda *given: op._run_cuda(*given, **params), *(a for a in args if a is not None))
     finally:
         jax.ffi.ffi_call = ffi_call
     (call,) = found

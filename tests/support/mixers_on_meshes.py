@@ -1,0 +1,64 @@
+"""Modules of mixers on several devices, and on one."""
+
+from functools import partial
+from typing import Any
+
+import jax
+import numpy as np
+from flax import linen as nn
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import te_jax.flax as te_flax
+from te_jax.sharding import MeshResource, global_shard_guard
+
+_BY_KIND = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
+
+
+def of_rows_and_heads(module: nn.Module, params: Any, x: Any, weights: Any, kind: str, tp: int) -> tuple[Any, ...]:
+    """Two devices by rows, tp by heads -> y and gradients of params and x; the same of one device; the specs of
+    params; the compiled program."""
+
+    def run(params, x):
+        y, vjp = jax.vjp(lambda p, x: module.apply({"params": p}, x, residual=True)[0], params, x)
+        return y, *vjp(weights.astype(y.dtype))
+
+    want = jax.jit(run)(params, x)
+    mesh = jax.make_mesh((2, tp), ("dp", "tp"), axis_types=(_BY_KIND[kind],) * 2)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
+        place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+        boxes = jax.eval_shape(lambda: module.init(jax.random.key(0), x))["params"]
+        rules = te_flax.extend_logical_axis_rules(())
+        spec_of = lambda box: nn.logical_to_mesh_axes(box.names, rules)
+        specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+        with nn.logical_axis_rules(rules):
+            placed = jax.tree.map(place, params, specs), place(x, PartitionSpec("dp"))
+            compiled = jax.jit(run).lower(*placed).compile()
+            got = compiled(*placed)
+    return got, want, specs, compiled.as_text()
+
+
+def of_a_sequence(
+    module: nn.Module, params: Any, x: Any, weights: Any, mask: Any, kind: str, sizes: tuple[int, int, int]
+) -> tuple[Any, ...]:
+    """Devices by rows, tokens and heads, as many as `sizes` -> y and gradients of params and x; the same of one
+    device; the jaxpr. kind "manual": inside a `jax.shard_map` over the axis of tokens."""
+
+    def apply(params, x, mask):
+        return module.apply({"params": params}, x, mask)[0]
+
+    def run(params, x, apply=apply):
+        y, vjp = jax.vjp(lambda p, x: apply(p, x, mask), params, x)
+        return y, *vjp(weights.astype(y.dtype))
+
+    want = jax.jit(run)(params, x)
+    mesh = jax.make_mesh(sizes, ("dp", "cp", "tp"), axis_types=(_BY_KIND[kind],) * 3)
+    resource = MeshResource(dp_resource="dp", cp_resource="cp", tp_resource="tp")
+    with jax.set_mesh(mesh), global_shard_guard(resource):
+        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+            whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
+            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, cut))
+            shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
+            run = partial(run, apply=shards) if kind == "manual" else run
+            jaxpr = jax.make_jaxpr(run)(params, placed).jaxpr
+            got = jax.jit(run)(params, placed)
+    return got, want, jaxpr
