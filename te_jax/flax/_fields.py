@@ -2,7 +2,8 @@
 the table in docs/fields.md, which tests/support/field_table.py writes.
 
 A name means the same in every module, so `FIELDS` has it once, and a module hands it on by name (`shared_fields`). What
-fields need of each other are the rules of a class. Names that are there only to be refused are in `_refused.py`.
+fields need of each other are the rules of a class, in `_field_rules.py`. Names that are there only to be refused are in
+`_refused.py`.
 """
 
 import dataclasses
@@ -39,8 +40,8 @@ from te_jax.flax._state import describe
 from te_jax.layers.experts.devices import EXCHANGE
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
-from te_jax.ops.quantize.activation import ACTIVATIONS, check_params
-from te_jax.ops.rope import METHOD, WINDOWS, Scaling, check_rotary
+from te_jax.ops.quantize.activation import ACTIVATIONS
+from te_jax.ops.rope import METHOD, WINDOWS, Scaling
 from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
 from te_jax.state.fp8 import COLLECTION
@@ -77,10 +78,10 @@ def norm_type(name: str) -> str:
 _INIT = Kind("an initializer, f(key, shape, dtype) -> array", FUNCTION.is_type)
 _AXES = tuple_of(NONE | STRING | tuple_of(STRING))
 _LOGICAL_AXES = Kind("a tuple of logical axis names and None", _AXES.is_type, _AXES.is_in)
-_POSITIVE, _SIZES = integer(1), tuple_of(integer(1))
+_POSITIVE, POSITIVE_INTS = integer(1), tuple_of(integer(1))
 _WIDTHS = Kind(
     "a positive int, or a tuple of them",
-    lambda value: _POSITIVE.is_type(value) or (_SIZES.is_type(value) and all(map(_POSITIVE.is_type, value))),
+    lambda value: _POSITIVE.is_type(value) or (POSITIVE_INTS.is_type(value) and all(map(_POSITIVE.is_type, value))),
 )
 _TWO_INTS = integer() | tuple_of(integer())
 _PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
@@ -204,7 +205,7 @@ SIZES: dict[object, Kind] = {
     int: _POSITIVE,
     int | None: NONE | _POSITIVE,
     int | tuple[int, ...]: Kind(
-        _WIDTHS.text, _WIDTHS.is_type, lambda value: _SIZES.accepts(as_tuple(value)) and as_tuple(value) != ()
+        _WIDTHS.text, _WIDTHS.is_type, lambda value: POSITIVE_INTS.accepts(as_tuple(value)) and as_tuple(value) != ()
     ),
 }
 
@@ -288,188 +289,12 @@ def kinds_of(cls: type[Module]) -> tuple[tuple[str, Kind], ...]:
     return tuple((field.name, kinds[field.name]) for field in dataclasses.fields(cls) if field.name in ours)
 
 
-# -- rules ------------------------------------------------------------------------------------------------------
+# -- what follows from fields -----------------------------------------------------------------------------------
 
 
 def as_tuple(value) -> tuple[int, ...]:
     """An int, or a tuple or list of them, as a tuple."""
     return tuple(value) if isinstance(value, tuple | list) else (value,)
-
-
-def widths_are_positive(module) -> str | None:
-    """`features` are at least 1, and at least one."""
-    features = as_tuple(module.features)
-    if not _SIZES.accepts(features) or not features:
-        return f"features is {features}; pass positive ints"
-
-
-def last_axis_alone(module) -> str | None:
-    """`axis` is the last one, -1."""
-    if len(as_tuple(module.axis)) != 1:
-        return f"axis is {module.axis!r}; this module contracts only the last axis: leave it -1"
-
-
-def groups_divide_heads(module) -> str | None:
-    """`num_gqa_groups` divides `num_attention_heads`."""
-    heads, groups = module.num_attention_heads, module.num_gqa_groups
-    if groups is not None and heads % groups:
-        return f"num_attention_heads={heads} does not split into num_gqa_groups={groups}; pass a divisor of it"
-
-
-def head_width_is_known(module) -> str | None:
-    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` or `kv_lora_rank` is given."""
-    free = module.kv_channels is not None or module.kv_lora_rank is not None
-    if not free and module.hidden_size % module.num_attention_heads:
-        return (
-            f"hidden_size={module.hidden_size} does not split into num_attention_heads={module.num_attention_heads}; "
-            "pass a divisor, or kv_channels"
-        )
-
-
-def rotary_fields_fit(module) -> str | None:
-    """`rotary_pos_emb_dim` and `rotary_pos_emb_scaling` need RoPE; it turns an even number of a head's channels."""
-    if getattr(module, "kv_lora_rank", None) is not None:
-        return None  # see `latent_widths_fit`
-    decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
-    on = module.enable_rotary_pos_emb or decoder
-    names = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder(module) else "")
-    for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling"):
-        if not on and getattr(module, name) is not None:
-            return f"{name} is {getattr(module, name)!r}, but RoPE is off; set {names}, or leave {name} out"
-    if not on:
-        return None
-    width, by = head_width(module), "head_dim" if hasattr(module, "head_dim") else "kv_channels"
-    check_rotary(describe(module), width, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
-    if width % 2:
-        return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
-
-
-def logits_have_one_scale(module) -> str | None:
-    """`attn_logit_scale` goes without `scale_attn_logits=False`."""
-    if module.attn_logit_scale is not None and not module.scale_attn_logits:
-        return (
-            f"attn_logit_scale is {module.attn_logit_scale}, but scale_attn_logits is False, which is a scale of 1; "
-            "leave one of them out"
-        )
-
-
-_LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-_NOT_LATENT = (
-    "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
-    "enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale attention_chunk_size "
-    "attn_temperature"
-).split()
-
-
-def latent_widths_fit(module) -> str | None:
-    """`kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are given, `qk_rope_head_dim` is even."""
-    for name in _LATENT_WIDTHS:
-        if getattr(module, name) is None:
-            return f"{name} is None; pass all of {', '.join(_LATENT_WIDTHS)}"
-    if module.qk_rope_head_dim % 2:
-        return f"qk_rope_head_dim is {module.qk_rope_head_dim}, but RoPE turns pairs of channels; pass an even number"
-    check_rotary(describe(module), module.qk_rope_head_dim, None, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
-
-
-def latent_attention_stands_alone(module) -> str | None:
-    """`kv_lora_rank` makes self-attention a `MultiHeadLatentAttention`, in encoders: the other fields of that need it,
-    and fields of other attention it has no use for."""
-    changed = lambda name: getattr(module, name) != getattr(type(module), name)
-    if module.kv_lora_rank is None:
-        for name in filter(changed, (*_LATENT_WIDTHS, "q_lora_rank", "mscale")):
-            return f"{name} is {getattr(module, name)!r}, but kv_lora_rank is None; pass both, or leave {name} out"
-        return None
-    if is_decoder(module):
-        return (
-            'kv_lora_rank is given, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type "causal" for '
-            "a language model): cross-attention has no latents"
-        )
-    for name in filter(changed, _NOT_LATENT):
-        return f"{name} is {getattr(module, name)!r}, which attention with a kv_lora_rank has no use for; leave it out"
-    if has_relative_embedding(module):
-        return "relative_embedding is given, which attention with a kv_lora_rank has no use for; leave it out"
-    return latent_widths_fit(module)
-
-
-def qk_norm_fields_fit(module) -> str | None:
-    """`qk_norm_eps`, `qk_norm_before_rope` and `qk_norm_across_heads` need `qk_norm_type`."""
-    names = ("qk_norm_before_rope", "qk_norm_across_heads", "qk_norm_eps")
-    changed = [name for name in names if getattr(module, name) != getattr(type(module), name)]
-    if module.qk_norm_type is None and changed:
-        name = changed[0]
-        return f"{name} is {getattr(module, name)!r}, but qk_norm_type is None; pass 'rmsnorm', or leave {name} out"
-
-
-def cross_fields_need_a_decoder(module) -> str | None:
-    """`cross_window_size`, `cross_rotary_pos_emb` and `cross_drop_path` are only for a decoder; else a warning."""
-    for name in ("cross_window_size", "cross_rotary_pos_emb", "cross_drop_path"):
-        if getattr(module, name) and not is_decoder(module):
-            text = f'{name} is {getattr(module, name)!r}, but layer_type is "encoder", which has no cross-attention'
-            warn_unused(module, f'{text}; leave it out, or use "decoder"')
-
-
-def activations_take_their_params(module) -> str | None:
-    """The activation parameters are parameters of the activations that are named."""
-    field = "activations" if hasattr(module, "activations") else "mlp_activations"
-    params = field.replace("activations", "activation_params")
-    check_params(describe(module), params, getattr(module, field), getattr(module, params))
-
-
-def experts_take_the_place_of_the_mlp(module) -> str | None:
-    """`moe` goes without `intermediate_dropout`, low-rank adaptation of the MLP and
-    `apply_residual_connection_post_layernorm`."""
-    adapted = LORA_SCOPES[module.low_rank_adaptation_scope][2] and f"{module.low_rank_adaptation_scope!r}"
-    for name, value in (
-        ("intermediate_dropout", module.intermediate_dropout),
-        ("low_rank_adaptation_scope", adapted),
-        ("apply_residual_connection_post_layernorm", module.apply_residual_connection_post_layernorm),
-    ):
-        if module.moe is not None and value:
-            return f"{name} is {value}, which experts have not; leave it out, or moe"
-
-
-def norms_in_front_are_there(module) -> str | None:
-    """`input_layernorm` and `mlp_layernorm` stay True with `parallel_shared_layernorm`, `output_layernorm` and
-    `apply_residual_connection_post_layernorm`, which say otherwise where norms are."""
-    for name in ("input_layernorm", "mlp_layernorm"):
-        for other in ("parallel_shared_layernorm", "output_layernorm", "apply_residual_connection_post_layernorm"):
-            if not getattr(module, name) and getattr(module, other):
-                return f"{name} is False, but {other} is True, which says where the norms are; leave one of them out"
-
-
-def relative_embedding_is_a_bias(module) -> str | None:
-    """`self_attn_bias_type` and relative embedding go together: the layer has no other bias."""
-    on, kind = has_relative_embedding(module), module.self_attn_bias_type
-    if module.enable_relative_embedding and module.relative_embedding is False:
-        return "enable_relative_embedding is True, but relative_embedding is False; leave one of them out"
-    if on and kind is not None and plain(kind) == "no_bias":
-        return f"self_attn_bias_type is {kind!r}, but relative embedding is on; leave the type None"
-    if not on and kind is not None and plain(kind) != "no_bias":
-        return f"self_attn_bias_type is {kind!r}, but relative embedding is off; set it on, or leave the type None"
-
-
-def parallel_layers_are_encoders(module) -> str | None:
-    """`parallel_attention_mlp` is only for an encoder, with its norms before attention and MLP, not behind;
-    `parallel_shared_layernorm` needs it."""
-    if not module.parallel_attention_mlp:
-        return module.parallel_shared_layernorm and (
-            "parallel_shared_layernorm is True, but parallel_attention_mlp is False; set both, or neither: one after "
-            "the other, attention and MLP cannot share a norm"
-        )
-    if is_decoder(module):
-        return (
-            'parallel_attention_mlp is True, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type '
-            '"causal" for a language model): cross-attention has no place in it'
-        )
-    for name in ("apply_residual_connection_post_layernorm", "output_layernorm", "post_norms"):
-        if getattr(module, name):
-            return (
-                f"parallel_attention_mlp and {name} are both True; set one of them: a parallel layer has its norms "
-                "before attention and MLP, its residual connection before the norms"
-            )
-
-
-# -- what follows from fields -----------------------------------------------------------------------------------
 
 
 def shared_fields(module: Module, cls: type[Module]) -> dict:

@@ -11,7 +11,8 @@ from flax import linen as nn
 from te_jax.core.check import FLOATING, NONE, plain
 from te_jax.flax._common import dropout_key, floating
 from te_jax.flax._context import Context
-from te_jax.flax._fields import Module, check_call, groups_divide_heads, groups_of
+from te_jax.flax._field_rules import groups_divide_heads
+from te_jax.flax._fields import Module, check_call, groups_of
 from te_jax.flax._state import attention_metas, describe, recipe_of
 from te_jax.layers.fp8_attention import attend_by_recipe
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention

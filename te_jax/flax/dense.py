@@ -20,7 +20,8 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
-from te_jax.flax._fields import Module, as_tuple, check_call, last_axis_alone, norm_type, widths_are_positive
+from te_jax.flax._field_rules import last_axis_alone, widths_are_positive
+from te_jax.flax._fields import Module, as_tuple, check_call, norm_type
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
 from te_jax.flax.norm import norm_parameters

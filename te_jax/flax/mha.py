@@ -11,16 +11,8 @@ from te_jax.flax import _refused
 from te_jax.flax._by_position import by_chunks, temper
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._context import Context
-from te_jax.flax._fields import (
-    Module,
-    check_call,
-    groups_divide_heads,
-    logits_have_one_scale,
-    qk_norm_fields_fit,
-    rotary_fields_fit,
-    shared_fields,
-    warn_unused,
-)
+from te_jax.flax._field_rules import groups_divide_heads, logits_have_one_scale, qk_norm_fields_fit, rotary_fields_fit
+from te_jax.flax._fields import Module, check_call, shared_fields, warn_unused
 from te_jax.flax._projections import QKV, project, project_output, projection_names
 from te_jax.flax._qk_norm import normalize_heads
 from te_jax.flax._rotary import rotate

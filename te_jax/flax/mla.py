@@ -8,7 +8,8 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Initializer, activation_axes, kernel_initializer, lora_scope, residual_axes
-from te_jax.flax._fields import Module, check_call, latent_widths_fit, shared_fields
+from te_jax.flax._field_rules import latent_widths_fit
+from te_jax.flax._fields import Module, check_call, shared_fields
 from te_jax.flax._projections import by_heads, project_normed, project_output, spread_over_heads
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe

@@ -22,7 +22,8 @@ from te_jax.flax._common import (
     parameter,
     stack_kernels,
 )
-from te_jax.flax._fields import Module, activations_take_their_params, check_call, last_axis_alone
+from te_jax.flax._field_rules import activations_take_their_params, last_axis_alone
+from te_jax.flax._fields import Module, check_call
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters

@@ -17,7 +17,8 @@ from te_jax.flax._common import (
     kernel_initializer,
     parameter,
 )
-from te_jax.flax._fields import Module, activations_take_their_params, check_call, norm_type, shared_fields, warn_unused
+from te_jax.flax._field_rules import activations_take_their_params
+from te_jax.flax._fields import Module, check_call, norm_type, shared_fields, warn_unused
 from te_jax.flax._state import describe, expert_metas, is_lifted, not_passed_on, recipe_of
 from te_jax.flax.dense import norm_options
 from te_jax.flax.kernels import expert_operand

@@ -16,18 +16,12 @@ from te_jax.flax._common import (
     lora_scope,
     residual_axes,
 )
-from te_jax.flax._fields import (
-    Module,
-    TransformerLayerType,
+from te_jax.flax._field_rules import (
     activations_take_their_params,
-    check_call,
     cross_fields_need_a_decoder,
     experts_take_the_place_of_the_mlp,
     groups_divide_heads,
-    has_relative_embedding,
-    head_width,
     head_width_is_known,
-    is_decoder,
     latent_attention_stands_alone,
     logits_have_one_scale,
     norms_in_front_are_there,
@@ -35,6 +29,14 @@ from te_jax.flax._fields import (
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
+)
+from te_jax.flax._fields import (
+    Module,
+    TransformerLayerType,
+    check_call,
+    has_relative_embedding,
+    head_width,
+    is_decoder,
     shared_fields,
 )
 from te_jax.flax._mixers import mixers_stand_alone
