@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from expert_cases import RECIPES, B, E, H, S, close, layer, metas, normal, rounded, spec_of_weights, weights
-from jax.sharding import AxisType
+from expert_cases import RECIPES, B, E, F, H, S, close, layer, metas, normal, rounded, spec_of_weights, weights
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
@@ -133,6 +133,30 @@ def test_tokens_stay_where_they_are(rng):
     close(program(*placed), want)
     assert {c.kind for c in found if c.bytes >= 4 * B * S} == {"all-reduce"}
     assert (said.strategy, said.tokens, said.token_axes, said.hidden_axes) == ("none", B * S // 4, ("dp",), ("tp",))
+
+
+# -- weights that fsdp divides ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind,name", [("Auto", "delayed"), ("Explicit", "block")])
+def test_kernels_cross_in_fp8(kind, name, rng):
+    """Each device quantizes its part of them; one layout crosses, a byte for a number, and the numbers are one
+    device's."""
+    how, wide = RECIPES[name], 2 * 128
+    x, w, dy = normal(rng, B, S, wide), weights(rng, h=wide), normal(rng, B, S, wide)
+    y1, aux1, (dx1, (_, *of_experts1), dmetas1) = jax.jit(partial(layer, how=how))(x, w, metas(), rounded(dy))
+    mesh = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(getattr(AxisType, kind),) * 2)
+    put = lambda a, spec: jax.device_put(a, NamedSharding(mesh, spec))
+    tokens, resource = P(("fsdp", "ep")), MeshResource(fsdp_resource="fsdp", ep_resource="ep")
+    with jax.set_mesh(mesh), global_shard_guard(resource):
+        args = put(x, tokens), jax.tree.map(put, w, spec_of_weights("fsdp")), metas(), put(dy, tokens)
+        program, found = collectives.compiled(partial(layer, how=how), *args, mesh=mesh)
+        y, aux, (dx, (_, *of_experts), dmetas) = program(*args)
+    close((y, aux, dx, of_experts[1], dmetas), (y1, aux1, dx1, of_experts1[1], dmetas1))
+    close(of_experts[0], of_experts1[0], 2.0**-4 if name == "block" else 1e-5)
+    gathered = [c for c in found if c.kind == "all-gather" and c.axes == ("fsdp",) and c.bytes >= wide * F]
+    held = E // 2 * wide * F
+    assert sorted((c.dtype, c.bytes) for c in gathered) == [("f8e4m3fn", held), ("f8e4m3fn", 2 * held)], gathered
 
 
 # -- weights with more than an array ---------------------------------------------------------------------------------

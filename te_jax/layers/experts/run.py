@@ -18,15 +18,16 @@ from te_jax.layers.experts.exchange import Exchange, collect_tokens, dispatch_to
 from te_jax.layers.experts.mlp import ExpertOperands, ExpertStatic, Routed, run_experts
 from te_jax.layers.experts.nested import run_inside_shard_map
 from te_jax.layers.experts.pieces import OutOperands, out_in_pieces
-from te_jax.layers.experts.weights import Parts, arrays_of, from_zero
-from te_jax.layers.tensor import Fp8Tensor
+from te_jax.layers.experts.weights import Parts, arrays_of, from_zero, quantize_part
+from te_jax.layers.tensor import Fp8Tensor, LayerUses
 from te_jax.layers.weight import Projection
 from te_jax.ops.experts.permute import combine, group, permute
+from te_jax.ops.formats import format_of
 from te_jax.ops.gemm.grouped import gemm_grouped
 from te_jax.ops.quantize import activation as act_op
 from te_jax.recipe import Recipe
-from te_jax.sharding.constraints import spec_of
-from te_jax.sharding.resource import stage_axes
+from te_jax.sharding.constraints import entries, spec_of
+from te_jax.sharding.resource import current_mesh_resource, stage_axes
 from te_jax.state import fp8
 
 
@@ -62,6 +63,11 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
         y, lost = _run_part(_with_shared_scales(run, inputs), inputs)
         return y, _of_all_experts(lost, placement)
     inputs = inputs._replace(wi=_from_zeros(inputs.wi), wo=_from_zeros(inputs.wo))
+    if run.recipe is not None:
+        metas = inputs.metas or (fp8.STATELESS, fp8.STATELESS)
+        wi = _quantize_before_gather(inputs.wi, metas[0].kernel, True, run)
+        wo = _quantize_before_gather(inputs.wo, metas[1].kernel, False, run)
+        inputs = inputs._replace(wi=wi, wo=wo)
     specs = _specs(inputs, placement)
     if on_explicit_mesh(jax.typeof(inputs.h)):
         inputs = jax.tree.map(jax.sharding.reshard, inputs, specs)
@@ -70,6 +76,34 @@ def run_on_devices(run: ExpertRun, inputs: ExpertInputs) -> tuple[jax.Array, jax
     if any(kind == AxisType.Manual for kind in jax.sharding.get_abstract_mesh().axis_types):
         return run_inside_shard_map(part, inputs, specs, results, placement.shards)
     return jax.shard_map(part, in_specs=(specs,), out_specs=results, axis_names=placement.shards)(inputs)
+
+
+def _quantize_before_gather(parts: Parts, meta: fp8.TensorMeta | None, has_slots: bool, run: ExpertRun) -> Parts:
+    """`parts` in FP8 where further mesh axes divide the kernels, as fsdp does: each device quantizes what it holds, and
+    one layout crosses; the other is transposed of it. Blocks of other shapes cannot be, and scales are their own."""
+    uses, form = LayerUses.of(run.recipe, train=True, wgrad=False).weight, format_of(run.recipe, "kernel")
+    transposable = uses.data and not uses.wide and (form.square or not form.block)
+    if not transposable or parts[0].data_t is not None or not _is_divided_further(arrays_of(parts)[0], run.placement):
+        return parts
+    config = Config(run.recipe, 1, None, jax.typeof(arrays_of(parts)[0]), checkpoint=run.checkpoint)
+
+    def quantized(part: Fp8Tensor) -> Fp8Tensor:
+        arrays = lax.stop_gradient(Fp8Tensor(wide=part.wide))
+        made = quantize_part(arrays, lax.stop_gradient(meta), uses._replace(data_t=False), config, has_slots)
+        return made._replace(wide=part.wide, onto=part.onto)
+
+    return tuple(map(quantized, parts))
+
+
+def _is_divided_further(kernel: jax.Array, placement: ExpertPlacement) -> bool:
+    """Whether a kernel [E, K, N] lies on mesh axes that divide neither experts nor hidden features: what its type
+    shows, or fsdp_resource on Auto axes."""
+    if on_explicit_mesh(jax.typeof(kernel)):
+        axes = {axis for names in entries(jax.typeof(kernel)) for axis in names}
+    else:
+        resource = current_mesh_resource()
+        axes = {None if resource is None else resource.fsdp_resource} & placement.shards
+    return any(dict(placement.sizes)[axis] > 1 for axis in axes - {*placement.experts, *placement.hidden})
 
 
 def _with_shared_amaxes(run: ExpertRun) -> ExpertRun:
