@@ -17,6 +17,7 @@ from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import mask_of_rows
 from te_jax.flax.cache import COLLECTION, check_mutable, lengths_of, variable_of_cache
 from te_jax.flax.mha import check_decode, input_of
+from te_jax.layers._sequence import SequenceCall
 from te_jax.layers.gated_norm import gated_norm_dense, gated_rmsnorm, quantizes_gated_norm
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.sharding import W_NO_SHARD_AXES, W_TP_AXES
@@ -67,16 +68,16 @@ def _attention_fields_are_off(module, given):
 
 def begin_call(
     module: nn.Module, inputs: Any, mask: Any, decode: bool, max_decode_length: int | None, **flags: bool
-) -> tuple[jax.Array, dict[str, Any]]:
-    """-> the inputs [b, s, H]; axis, segments, lengths and name, as layers take them. flags: other arguments of the
-    call. Raises what `Mamba2` raises of its arguments."""
+) -> tuple[jax.Array, SequenceCall]:
+    """-> the inputs [b, s, H]; the call of a layer, without a state. flags: other arguments of the call. Raises what
+    `Mamba2` raises of its arguments."""
     check_call(module, **flags)
     check_decode(module, decode, max_decode_length)
     inputs = input_of(module, "inputs", inputs)
     mask = mask_of_rows(module, mask, inputs.shape[0])
     axis = _axis_that_cuts(module, decode)
     segments, lengths = _segments_of_mask(module, mask, *inputs.shape[:2], decode, axis)
-    return inputs, dict(segments=segments, lengths=lengths, axis=axis, name=describe(module))
+    return inputs, SequenceCall(describe(module), segments, None, lengths, decode, axis)
 
 
 def _axis_that_cuts(module: nn.Module, decode: bool) -> str | None:

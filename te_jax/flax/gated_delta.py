@@ -126,18 +126,13 @@ class GatedDeltaNet(Module):
         Raises what `Mamba2` raises.
         """
         flags = dict(norm_output=norm_output, residual=residual)
-        inputs, given = begin_call(self, inputs, mask, decode, max_decode_length, **flags)
+        inputs, call = begin_call(self, inputs, mask, decode, max_decode_length, **flags)
         (q, k, v, b, a, z), normed, through = self._project(inputs, norm_output, residual)
         states = self._cached(v, k) if decode else None
         weights = self._weights()
-        y, z, new = before_delta_norm(
-            *(q, k, v, b, a, z),
-            weights,
-            allow_neg_eigval=self.allow_neg_eigval,
-            **given,
-            state=DeltaState(*(variable.value for variable in states)) if decode else None,
-            return_state=decode,
-        )
+        if decode:
+            call = call._replace(state=DeltaState(*(variable.value for variable in states)))
+        y, z, new = before_delta_norm(q, k, v, b, a, z, weights, self.allow_neg_eigval, call)
         if decode:
             write_states(self, states, new, inputs.shape[1])
         norm, gamma = norm_of_heads(y, self.layernorm_epsilon), gamma_of_heads(weights, y)

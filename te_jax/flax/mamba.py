@@ -142,18 +142,13 @@ class Mamba2(Module):
         dtype.
         """
         flags = dict(norm_output=norm_output, residual=residual)
-        inputs, given = begin_call(self, inputs, mask, decode, max_decode_length, **flags)
+        inputs, call = begin_call(self, inputs, mask, decode, max_decode_length, **flags)
         (x, z, B, C, dt), normed, through = self._project(inputs, norm_output, residual)
         states = self._cached(x, B) if decode else None
         weights = self._weights()
-        y, z, new = before_gated_norm(
-            *(x, B, C, dt, z),
-            weights,
-            **given,
-            dt_limit=tuple(self.time_step_limit),
-            state=MambaState(*(variable.value for variable in states)) if decode else None,
-            return_state=decode,
-        )
+        if decode:
+            call = call._replace(state=MambaState(*(variable.value for variable in states)))
+        y, z, new = before_gated_norm(x, B, C, dt, z, weights, tuple(self.time_step_limit), call)
         if decode:
             write_states(self, states, new, inputs.shape[1])
         norm = dict(

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
+from te_jax.core.arrays import as_jax
 from te_jax.core.check import BOOL, INTEGERS, NONE, check
 from te_jax.core.types import align, on_explicit_mesh
 from te_jax.ops.ssm import causal_conv1d
@@ -23,13 +24,42 @@ Taps = Sequence[jax.Array | None]
 """The kernels [w, channels] of convolutions, or their biases [channels]: of heads, then of groups."""
 
 
-def check_tokens(name: str, rows: int, segments: Any, lengths: Any, return_state: bool) -> None:
-    """Raises TypeError or ValueError for what `mamba2` says of these arguments."""
-    check(name, "return_state", return_state, BOOL)
-    check(name, "lengths", lengths, INTEGERS | NONE)
-    check_shape(name, "lengths", lengths, (rows,))
-    if lengths is not None and segments is not None:
-        raise ValueError(f"{name}: lengths and segments are both given; a row of segments is full: pass one of them.")
+class SequenceCall(NamedTuple):
+    """The arguments that the mixers of this folder share; `mamba2` says what they are."""
+
+    name: str
+    segments: jax.Array | None = None
+    state: Any = None
+    lengths: jax.Array | None = None
+    return_state: bool = False
+    axis: str | None = None
+
+    def checked(self, rows: int) -> "SequenceCall":
+        """With arrays of jax. Raises TypeError or ValueError for what `mamba2` says of segments and lengths."""
+        segments, lengths = as_jax(self.segments, self.lengths)
+        check(self.name, "return_state", self.return_state, BOOL)
+        check(self.name, "lengths", lengths, INTEGERS | NONE)
+        check_shape(self.name, "lengths", lengths, (rows,))
+        if lengths is not None and segments is not None:
+            raise ValueError(
+                f"{self.name}: lengths and segments are both given; a row of segments is full: pass one of them."
+            )
+        return self._replace(segments=segments, lengths=lengths)
+
+    def check_cut(self, s: int, width: int) -> None:
+        """Raises ValueError where `axis` cannot cut s tokens, of which convolutions see `width`, or is not to."""
+        what = f"{self.name}: axis is {self.axis!r}"
+        check_in_mesh(what, self.axis)
+        check_cuts_sequence_alone(what, self.axis, current_mesh_resource())
+        size = 1 if is_manual(self.axis) else jax.sharding.get_abstract_mesh().shape[self.axis]
+        asked = dict(state=self.state is not None, lengths=self.lengths is not None, return_state=self.return_state)
+        for argument in (argument for argument, on in asked.items() if on):
+            raise ValueError(f"{what}, which cuts the sequence; {argument} is for whole ones: leave it out.")
+        if s % size or s // size < width - 1:
+            raise ValueError(
+                f"{self.name}: {s} tokens on the {size} devices of {self.axis!r}; pass a multiple of {size}, and at "
+                f"least {width - 1} tokens for each."
+            )
 
 
 def convolved(
@@ -80,23 +110,6 @@ def _by_channels(a):
 
 
 # -- a sequence that devices share --------------------------------------------------------------------------------
-
-
-def check_cut(
-    name: str, s: int, width: int, axis: str, state: Any, lengths: jax.Array | None, return_state: bool
-) -> None:
-    """Raises ValueError where `axis` cannot cut s tokens, of which convolutions see `width`, or is not to."""
-    check_in_mesh(f"{name}: axis is {axis!r}", axis)
-    check_cuts_sequence_alone(f"{name}: axis is {axis!r}", axis, current_mesh_resource())
-    size = 1 if is_manual(axis) else jax.sharding.get_abstract_mesh().shape[axis]
-    asked = dict(state=state is not None, lengths=lengths is not None, return_state=return_state)
-    for what in (what for what, on in asked.items() if on):
-        raise ValueError(f"{name}: axis is {axis!r}, which cuts the sequence; {what} is for whole ones: leave it out.")
-    if s % size or s // size < width - 1:
-        raise ValueError(
-            f"{name}: {s} tokens on the {size} devices of {axis!r}; pass a multiple of {size}, and at least "
-            f"{width - 1} tokens for each."
-        )
 
 
 class AutoAxes(NamedTuple):

@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from te_jax.core.arrays import as_jax, as_rank
+from te_jax.core.arrays import as_rank
 from te_jax.core.check import BOOL, FLOATS_ARRAY, check
 from te_jax.layers._sequence import (
     AutoAxes,
-    check_cut,
-    check_tokens,
+    SequenceCall,
     convolved,
     from_a_device_before,
     goes_on_from,
@@ -88,8 +87,8 @@ def gated_delta_net(
     `te_jax.ops.ssm.causal_conv1d`, `te_jax.ops.delta.gated_delta` and `gated_rmsnorm` raise, and ValueError where
     `mamba2` does for lengths, state, return_state and axis.
     """
-    given = dict(segments=segments, state=state, lengths=lengths, return_state=return_state, axis=axis, name=name)
-    y, z, last = before_delta_norm(q, k, v, b, a, z, weights, allow_neg_eigval=allow_neg_eigval, **given)
+    call = SequenceCall(name, segments, state, lengths, return_state, axis)
+    y, z, last = before_delta_norm(q, k, v, b, a, z, weights, allow_neg_eigval, call)
     y = gated_rmsnorm(y, z, gamma_of_heads(weights, y), **norm_of_heads(y, epsilon), activation=activation, name=name)
     return (y, last) if return_state else y
 
@@ -112,37 +111,30 @@ def before_delta_norm(
     a: jax.Array,
     z: jax.Array,
     weights: DeltaWeights,
-    *,
     allow_neg_eigval: bool,
-    segments: jax.Array | None,
-    state: DeltaState | None,
-    lengths: jax.Array | None,
-    return_state: bool,
-    axis: str | None,
-    name: str,
+    call: SequenceCall,
 ) -> tuple[jax.Array, jax.Array, DeltaState | None]:
     """-> what the gated norm of `gated_delta_net` reads, y [b, s, h, e] and z, 0 at padding; and the DeltaState behind
     the last token, or None without return_state. Arguments and errors are as in `gated_delta_net`."""
-    segments, lengths = as_jax(segments, lengths)
-    check_tokens(name, v.shape[0], segments, lengths, return_state)
+    name, call = call.name, call.checked(v.shape[0])
     check(name, "allow_neg_eigval", allow_neg_eigval, BOOL)
     check(name, "a", a, FLOATS_ARRAY)
     check_shape(name, "b", b, v.shape[:-1])
     check_shape(name, "a", a, v.shape[:-1], (*v.shape[:-1], k.shape[-1]))
     over = split_over(v, -2)
-    if axis is None:
-        q, k, v, b, a, z = (real(x, lengths) for x in (q, k, v, b, a, z))
-        tokens = (v, q, k), b, a
-        y, last = _conv_and_rule(tokens, weights, allow_neg_eigval, segments, state, lengths, over, return_state)
+    if call.axis is None:
+        q, k, v, b, a, z = (real(x, call.lengths) for x in (q, k, v, b, a, z))
+        y, last = _conv_and_rule(((v, q, k), b, a), weights, allow_neg_eigval, call, over)
         return y, z, last
-    check_cut(name, v.shape[1], weights.v_kernel.shape[0], axis, state, lengths, return_state)
-    return _rule_of_devices(axis, over, (v, b, a), (q, k), weights, allow_neg_eigval, segments), z, None
+    call.check_cut(v.shape[1], weights.v_kernel.shape[0])
+    return _rule_of_devices(call.axis, over, (v, b, a), (q, k), weights, allow_neg_eigval, call.segments), z, None
 
 
-def _conv_and_rule(tokens, weights, twice, segments, state, lengths, over, wanted):
-    """-> y [b, s, h, e] before its norm, and the DeltaState behind the tokens, or None unless `wanted`."""
+def _conv_and_rule(tokens, weights, twice, call: SequenceCall, over):
+    """-> y [b, s, h, e] before its norm, and the DeltaState behind the tokens, or None unless it is wanted."""
+    segments, lengths, wanted = call.segments, call.lengths, call.return_state
     arrays, b, a = tokens
-    *past, start = state or (None,) * 4
+    *past, start = call.state or (None,) * 4
     (v, q, k), last = convolved(arrays, past, weights[:3], weights[3:6], segments, lengths, over, wanted)
     beta, gate = _beta_and_gate(b, a, weights, twice)
     if lengths is not None:  # A token of beta 0 and gate 0 leaves the state as it is.

@@ -8,12 +8,10 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from te_jax.core.arrays import as_jax
 from te_jax.core.check import check
 from te_jax.layers._sequence import (
     AutoAxes,
-    check_cut,
-    check_tokens,
+    SequenceCall,
     convolved,
     from_a_device_before,
     goes_on_from,
@@ -90,8 +88,8 @@ def mamba2(
     with segments, for a state, lengths or return_state next to axis, for an axis that the mesh in force lacks or that
     shards something else, and for a sequence that the devices do not divide.
     """
-    given = dict(segments=segments, state=state, lengths=lengths, return_state=return_state, axis=axis, name=name)
-    y, z, last = before_gated_norm(x, B, C, dt, z, weights, dt_limit=dt_limit, **given)
+    call = SequenceCall(name, segments, state, lengths, return_state, axis)
+    y, z, last = before_gated_norm(x, B, C, dt, z, weights, dt_limit, call)
     options = dict(groups=norm_groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
     y = gated_rmsnorm(y, z, weights.norm, **options, name=name)
     return (y, last) if return_state else y
@@ -104,32 +102,26 @@ def before_gated_norm(
     dt: jax.Array,
     z: jax.Array,
     weights: MambaWeights,
-    *,
     dt_limit: Sequence[float],
-    segments: jax.Array | None,
-    state: MambaState | None,
-    lengths: jax.Array | None,
-    return_state: bool,
-    axis: str | None,
-    name: str,
+    call: SequenceCall,
 ) -> tuple[jax.Array, jax.Array, MambaState | None]:
     """-> what the gated norm of `mamba2` reads, y [b, s, h, p] and z, 0 at padding; and the MambaState behind the last
     token, or None without return_state. Arguments and errors are as in `mamba2`."""
-    segments, lengths = as_jax(segments, lengths)
-    check_tokens(name, x.shape[0], segments, lengths, return_state)
-    check(name, "dt_limit", dt_limit, LIMIT)
+    call = call.checked(x.shape[0])
+    check(call.name, "dt_limit", dt_limit, LIMIT)
     limit, over = tuple(dt_limit), split_over(x, -2)
-    if axis is None:
-        x, B, C, dt, z = (real(a, lengths) for a in (x, B, C, dt, z))
-        y, last = _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, limit, over, return_state)
+    if call.axis is None:
+        x, B, C, dt, z = (real(a, call.lengths) for a in (x, B, C, dt, z))
+        y, last = _conv_and_scan(x, B, C, dt, weights, call, limit, over)
         return y, z, last
-    check_cut(name, x.shape[1], weights.x_kernel.shape[0], axis, state, lengths, return_state)
-    return _of_devices(axis, limit, over, x, B, C, dt, weights, segments), z, None
+    call.check_cut(x.shape[1], weights.x_kernel.shape[0])
+    return _of_devices(call.axis, limit, over, x, B, C, dt, weights, call.segments), z, None
 
 
-def _conv_and_scan(x, B, C, dt, weights, segments, state, lengths, limit, over, wanted):
-    """-> y [b, s, h, p] before its norm, and the MambaState behind the tokens, or None unless `wanted`."""
-    *past, ssm = state or (None,) * 4
+def _conv_and_scan(x, B, C, dt, weights, call: SequenceCall, limit, over):
+    """-> y [b, s, h, p] before its norm, and the MambaState behind the tokens, or None unless it is wanted."""
+    segments, lengths, wanted = call.segments, call.lengths, call.return_state
+    *past, ssm = call.state or (None,) * 4
     (x, B, C), last = convolved((x, B, C), past, weights[:3], weights[3:6], segments, lengths, over, wanted)
     steps = dict(dt_bias=weights.dt_bias, dt_softplus=True, dt_limit=limit)
     if lengths is not None:  # A step of 0 moves no state, unless it meets an inf or NaN that overflow has made.

@@ -196,7 +196,8 @@ def test_sums_of_gradients(rng):
     close(got, want)
 
 
-def test_probes(rng):
+@pytest.mark.parametrize("role", ["dp_resource", "fsdp_resource"])
+def test_probes(role, rng):
     """What is said of probed tensors is as on one device; each element counts once, wherever its expert is."""
     x, w, dy = normal(rng, B, S, H), weights(rng), rounded(normal(rng, B, S, H))
     is_meta = lambda a: isinstance(a, fp8.TensorMeta)
@@ -205,7 +206,7 @@ def test_probes(rng):
     run = jax.jit(lambda: layer(x, w, probed, dy, how=RECIPES["delayed"])[2][2])
     want = run()
     mesh = jax.make_mesh((2, 2), ("dp", "ep"), axis_types=(AxisType.Auto,) * 2)
-    with jax.set_mesh(mesh), global_shard_guard(MeshResource("dp", ep_resource="ep")):
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(**{role: "dp"}, ep_resource="ep")):
         got = run()
     told = lambda metas: [list(jnp.moveaxis(m.amax, -1, 0)) for m in jax.tree.leaves(metas, is_leaf=is_meta)]
     close(told(got), told(want))  # each number within a part of itself

@@ -143,7 +143,7 @@ def _specs(inputs: ExpertInputs, placement: ExpertPlacement) -> ExpertInputs:
         axes = dict(data=at, wide=at, scale_inv=at, onto=at, data_t=at_t, scale_inv_t=at_t)
 
         def one(field: str, a: jax.Array) -> PartitionSpec:
-            if a.ndim < 2:
+            if a.ndim < 2 or field == "amax":  # of a probe f32[E, 4]
                 return by_expert(a)
             return spec_of([experts, *[hidden if i == axes[field] % a.ndim else () for i in range(1, a.ndim)]])
 
