@@ -157,7 +157,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias weights_before_experts shared_expert_gate"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
-    **_each(BOOL, "allow_neg_eigval"),
+    **_each(BOOL, "allow_neg_eigval attn_output_gate"),
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names

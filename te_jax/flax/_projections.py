@@ -1,6 +1,7 @@
 """The projections of MultiHeadAttention: to queries, keys and values by heads, and from the heads' output."""
 
 import math
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -38,6 +39,7 @@ from te_jax.sharding.logical_axes import gathered_axes
 
 _COUNTS_OF_HEADS = "ssm_num_heads", "linear_num_value_heads", "num_attention_heads"  # fields that devices must divide
 QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
+_GATE = "gate"  # the projection of attn_output_gate
 
 
 class Projected(NamedTuple):
@@ -47,11 +49,13 @@ class Projected(NamedTuple):
         (query, key [b, t, g, d], value [b, t, g, d]); with transpose_batch_sequence [s, b, ...].
     normed: the norm's output [b, s, H], or None.
     through: the inputs for the residual connection, whose gradient the norm's kernel adds; or None.
+    gate: of attention's result, [b, s, h, d] or, with transpose_batch_sequence, [s, b, h, d]; None: it has none.
     """
 
     arrays: tuple[jax.Array, ...]
     normed: jax.Array | None
     through: jax.Array | None
+    gate: jax.Array | None
 
 
 def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
@@ -63,7 +67,14 @@ def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
     fusable = module.fuse_qkv_params and groups_of(module) == module.num_attention_heads
     due = QUERY_KEY_VALUE if not module.fuse_qkv_params else QKV if self_attention and fusable else QUERY_KV
     held = tuple(name for name in ("qkv", *QUERY_KEY_VALUE, "kv") if module.has_variable("params", name))
-    if module.is_initializing() or not held or set(held) == set(due):
+    if module.is_initializing() or not held:
+        return due
+    if (gated := module.has_variable("params", _GATE)) != module.attn_output_gate:
+        raise ValueError(
+            f"{describe(module)}: attn_output_gate is {module.attn_output_gate}, but the parameters hold "
+            f"{'a' if gated else 'no'} `{_GATE}`; pass the field that they were made with."
+        )
+    if set(held) == set(due):
         return due
     if held == QKV and fusable and inputs_kv.shape == inputs_q.shape:
         return QKV  # self-attention whose two arguments lost their identity on the way
@@ -82,15 +93,15 @@ def project(module: nn.Module, names, inputs_q, inputs_kv, norm_output: bool, re
     norm_output, residual: whether `normed` and `through` are wanted.
     """
     each = _fields_by_name(module)
-    fields = {name: each[name] for name in names}
+    fields = {name: each[name] for name in (*names, *((_GATE,) if module.attn_output_gate else ()))}
     products, normed, through = project_normed(module, fields, inputs_q, inputs_kv, norm_output, residual)
-    arrays = tuple(by_heads(module, name, x, module.head_dim) for name, x in zip(names, products))
-    return Projected(arrays, normed, through)
+    arrays = tuple(by_heads(module, name, x, module.head_dim) for name, x in zip(fields, products))
+    return Projected(arrays[: len(names)], normed, through, arrays[-1] if module.attn_output_gate else None)
 
 
 def project_normed(module: nn.Module, fields: dict[str, dict], inputs_q, inputs_kv, norm_output: bool, residual: bool):
     """-> the products of the projections `fields` (name: the fields of its module), the first of which has the norm of
-    inputs_q, and `normed` and `through` of `Projected`. The others are of inputs_kv; None: of the norm."""
+    inputs_q, and `normed` and `through` of `Projected`. The others but the gate are of inputs_kv; None: of the norm."""
     norm = dict(
         enable_layernorm=module.input_layernorm,
         epsilon=module.layernorm_epsilon,
@@ -101,19 +112,19 @@ def project_normed(module: nn.Module, fields: dict[str, dict], inputs_q, inputs_
     )
     shared = shared_fields(module, LayerNormDenseGeneral) | norm
     name, *rest = fields
-    others = [DenseGeneral(**fields[other], name=other) for other in rest]
-    # Three projections of one norm: it is quantized once, and under FP8 not even written.
-    alike = len({recipe_of(module, name) for name in fields}) == 1
-    share = bool(others) and inputs_kv is None and alike and not lora_scope(module)[0]
-    also = [other(inputs_q, operands=True) for other in others] if share else ()
-    if others and inputs_kv is None and (norm_output or not share):
+    others = {other: DenseGeneral(**fields[other], name=other) for other in rest}
+    of_norm = [other for other in others if inputs_kv is None or other == _GATE]
+    # Several projections of one norm: it is quantized once, and under FP8 not even written.
+    alike = len({recipe_of(module, reader) for reader in (name, *of_norm)}) == 1
+    share = bool(of_norm) and alike and not lora_scope(module)[0]
+    also = [others[other](inputs_q, operands=True) for other in of_norm] if share else ()
+    if of_norm and (norm_output or not share):
         shared["return_layernorm_output"] = True
     first = LayerNormDenseGeneral(**shared | fields[name], name=name)
     products, normed, *through = first(inputs_q, return_input=residual, also=also)
-    if not share:
-        source = normed if inputs_kv is None else inputs_kv
-        products = (products, *(other(source) for other in others))
-    return products, normed, through[0] if through else None
+    made = dict(zip((name, *of_norm), products)) if share else {name: products}
+    made |= {other: others[other](normed if other in of_norm else inputs_kv) for other in rest if other not in made}
+    return [made[each] for each in fields], normed, through[0] if through else None
 
 
 def _fields_by_name(module) -> dict[str, dict]:
@@ -127,11 +138,19 @@ def _fields_by_name(module) -> dict[str, dict]:
     own = dict(
         qkv=dict(features=(3, of_heads), kernel_init=_stack_inits(draw_query, each, each), **joined),
         query=dict(features=of_heads, kernel_init=draw_query, **single),
+        gate=dict(features=of_heads, kernel_init=each, **single),
         kv=dict(features=(2, of_groups), kernel_init=_stack_inits(each, each), **joined),
         key=dict(features=of_groups, kernel_init=each, **single),
         value=dict(features=of_groups, kernel_init=each, **single),
     )
     return {name: shared | fields for name, fields in own.items()}
+
+
+@partial(jax.checkpoint, prevent_cse=False)  # Keeps its operands, and no sigmoid in f32.
+def gate_output(context: jax.Array, gate: jax.Array) -> jax.Array:
+    """Attention's result [b, s, h, d] times sigmoid(gate), rounded once."""
+    wide = jnp.promote_types(context.dtype, jnp.float32)
+    return (context.astype(wide) * jax.nn.sigmoid(gate.astype(wide))).astype(context.dtype)
 
 
 def project_output(module: nn.Module, context, inputs_q, residual, multiply=None):

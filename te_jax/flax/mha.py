@@ -13,7 +13,7 @@ from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._context import Context
 from te_jax.flax._field_rules import groups_divide_heads, logits_have_one_scale, qk_norm_fields_fit, rotary_fields_fit
 from te_jax.flax._fields import Module, check_call, shared_fields, warn_unused
-from te_jax.flax._projections import QKV, project, project_output, projection_names
+from te_jax.flax._projections import QKV, gate_output, project, project_output, projection_names
 from te_jax.flax._qk_norm import normalize_heads
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
@@ -63,6 +63,8 @@ class MultiHeadAttention(Module):
                            2 c - 1, ..., as in Llama 4; for attention the chunks are segments of the row.
     attn_temperature:      (n, a): queries at position p are multiplied by 1 + a log(1 + floor((p + 1) / n)), as in
                            layers of Llama 4 without RoPE (https://arxiv.org/abs/2501.19399).
+    attn_output_gate:      attention's result is multiplied by the sigmoid of one more projection of inputs_q, for each
+                           channel of each head, as in Qwen3-Next (https://arxiv.org/abs/2505.06708).
     Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
     in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
     are older names: the error says the newer name.
@@ -71,6 +73,7 @@ class MultiHeadAttention(Module):
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
     `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
+    With attn_output_gate `gate/kernel` [H, h*d], which low-rank adaptation counts to the qkv projections.
     With use_bias each has a `bias` of the kernel's shape without its first axis.
     With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d], across heads [h*d] and [g*d].
     """
@@ -127,6 +130,7 @@ class MultiHeadAttention(Module):
     qk_norm_across_heads: bool = False
     attention_chunk_size: int | None = None
     attn_temperature: tuple[float, float] | None = None
+    attn_output_gate: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER
@@ -191,7 +195,7 @@ class MultiHeadAttention(Module):
         if decode and inputs[1] is not None:
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
         cache = KVCache(self, inputs_q, mask, max_decode_length) if decode else None
-        arrays, normed, through = project(self, names, *inputs, norm_output, residual)
+        arrays, normed, through, gate = project(self, names, *inputs, norm_output, residual)
         arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
         by_position = self.attn_temperature is not None or self.attention_chunk_size is not None
         if by_position and inputs[1] is not None:
@@ -210,6 +214,7 @@ class MultiHeadAttention(Module):
         arrays = cache.extend(arrays) if cache else arrays
         scale = self.attn_logit_scale if self.scale_attn_logits else 1.0
         context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
+        context = context if gate is None else gate_output(context, gate)
         return project_output(self, context, inputs_q, through), normed
 
 

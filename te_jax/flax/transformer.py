@@ -106,7 +106,7 @@ class TransformerLayer(Module):
                         hybrid models a layer may be one of them.
     params_dtype:       the dtype of the parameters, if not None; then inputs are cast to `dtype`, and the output has
                         it.
-    qk_norm_*:          as in `MultiHeadAttention`, for both attentions.
+    qk_norm_*, attn_output_gate: as in `MultiHeadAttention`, for both attentions.
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
     attention_chunk_size, attn_temperature: as in `MultiHeadAttention`, for self-attention.
     post_norms:         a norm of what each sub-block gives, before dropout and residual, in addition to the norm before
@@ -117,7 +117,7 @@ class TransformerLayer(Module):
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
                         `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 79.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 80.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
@@ -206,6 +206,7 @@ class TransformerLayer(Module):
     mlp_layernorm: bool = True
     attention_chunk_size: int | None = None
     attn_temperature: tuple[float, float] | None = None
+    attn_output_gate: bool = False
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says

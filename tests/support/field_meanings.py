@@ -186,6 +186,7 @@ MEANINGS = {
     "parallel_shared_layernorm": "The MLP reads the norm of attention, as in GPT-J and Falcon 7B",
     "attention_chunk_size": "c: a query sees only keys of its own chunk of c positions, as in Llama 4",
     "attn_temperature": "(n, a): queries at position p are multiplied by 1 + a log(1 + floor((p + 1) / n))",
+    "attn_output_gate": "Attention's result is multiplied by the sigmoid of a projection, as in Qwen3-Next",
     "weights_before_experts": "An expert gets the token times its weight, instead of the result",
     "shared_expert_gate": "What shared experts give is multiplied by a sigmoid of the token",
     "router_bias": "Logits of the router have a bias",

@@ -38,6 +38,8 @@ FIELDS = [
     (TRANSFORMER, dict(attention_chunk_size=0), V, "attention_chunk_size is 0; pass None or a positive int"),
     (TRANSFORMER, dict(attn_temperature=0.1), T, "attn_temperature is 0.1"),
     (MHA, dict(attn_temperature=(1, 0)), V, "attn_temperature is .1, 0."),
+    (MHA, dict(attn_output_gate=1), T, "attn_output_gate is 1; pass True or False"),
+    (TRANSFORMER, LATENT | dict(attn_output_gate=True), V, "attn_output_gate is True, which attention with a kv"),
     (TRANSFORMER, LATENT | dict(attention_chunk_size=8), V, "attention_chunk_size is 8, which attention with a kv"),
     (TRANSFORMER, LATENT, None, ""),
     (TRANSFORMER, dict(mscale=1.2), V, "mscale is 1.2, but kv_lora_rank is None"),
