@@ -105,9 +105,18 @@ def llama_rules(
     experts: tuple[str, tuple[str, ...]] = _EXPERTS_OF_QWEN,
 ) -> list[TensorRule]:
     """norm: what the norm in front of the MLP, or the experts, is called; None: there is none."""
+    return attention_of_llama(c) + feed_forward_of_llama(c, norm, experts)
+
+
+def feed_forward_of_llama(
+    c: ModelConfig,
+    norm: str | None = "post_attention_layernorm",
+    experts: tuple[str, tuple[str, ...]] = _EXPERTS_OF_QWEN,
+) -> list[TensorRule]:
+    """The MLP or the experts, and the norm in front. Arguments are as of `llama_rules`."""
     layer, stack, moe = "model.layers.{i}", "layers", c.layer.get("moe")
     ours = f"{LAYER}/{'moe' if moe else 'mlp'}"
-    made = attention_of_llama(c) + ([] if norm is None else rules.norm_rules(ours, f"{layer}.{norm}", False, stack))
+    made = [] if norm is None else rules.norm_rules(ours, f"{layer}.{norm}", False, stack)
     if moe:
         where, names = experts
         return made + rules.expert_rules(ours, f"{layer}.{where}", names, moe["num_experts"], stack)

@@ -1,9 +1,8 @@
 """Tensors and words of Mamba-2, and of stacks of it and attention, as hybrid models have them."""
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from te_jax.core.check import Kind, number
 from te_jax.flax.mamba import Mamba2
 from te_jax.hf import rules
 from te_jax.hf.family import LAYER, joins_qkv
-from te_jax.hf.rules import Recast, TensorRule
+from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import SIZE, Said, Word
 from te_jax.models import ModelConfig
 
@@ -76,15 +75,6 @@ TIME_STEP_LIMIT = _Limit(
 # -- tensors ----------------------------------------------------------------------------------------------------
 
 
-def _parted(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable = lambda a: a) -> Recast:
-    """One tensor whose leading axis holds, so many each, what several parameters are made of. ours, theirs: of each
-    part."""
-    ends = [*accumulate(sizes)][:-1]
-    return Recast(
-        lambda a: tuple(map(ours, jnp.split(a, ends))), lambda *parts: (jnp.concatenate([*map(theirs, parts)]),)
-    )
-
-
 def _mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any]) -> list[TensorRule]:
     """`path`, a `Mamba2` with these fields, of the module `name` of transformers and the norm in front of it.
 
@@ -96,7 +86,7 @@ def _mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any]) -> lis
     stack = "layers"
     cut = lambda end, parts, *forms: (
         tuple(f"{path}/{part}{end}" for part in parts),
-        _parted([*parts.values()], *forms),
+        rules.parted([*parts.values()], *forms),
     )
     joined = {
         "in_proj.weight": cut("/kernel", widths, jnp.transpose, jnp.transpose),

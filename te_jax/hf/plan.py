@@ -58,7 +58,11 @@ def check_sizes(config: ModelConfig, found: Mapping[str, Any], held: Mapping[str
             name: fields.get(name) for name in _SIZES_OF_LAYERS
         }
         moe = dict(fields.get("moe") or {})
-        sizes |= {**(fields.get("ssm") or {}), "intermediate_dim": moe.pop("intermediate_dim", None)}
+        sizes |= {
+            **(fields.get("ssm") or {}),
+            **(fields.get("delta") or {}),
+            "intermediate_dim": moe.pop("intermediate_dim", None),
+        }
         for name, value in sizes.items():
             compare(name, value, _CHEAP_SIZE, largest, "no tensor with a dimension above")
         for name, value in moe.items():  # each expert has tensors of its own

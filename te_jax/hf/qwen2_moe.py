@@ -4,10 +4,19 @@ from typing import Any
 
 from te_jax.core.check import BOOL, NONE, integer
 from te_jax.hf import rules
-from te_jax.hf.decoders import OF_QWEN, QWEN_EXPERTS, TYPES_OF_QWEN, UNUSED_WINDOW, WITH_EXPERTS, llama_rules, of_llama
+from te_jax.hf.decoders import (
+    OF_QWEN,
+    QWEN_EXPERTS,
+    TYPES_OF_QWEN,
+    UNUSED_WINDOW,
+    WITH_EXPERTS,
+    attention_of_llama,
+    feed_forward_of_llama,
+    of_llama,
+)
 from te_jax.hf.family import ALL_SEE_ALL, LAYER, at_most
 from te_jax.hf.rules import TensorRule
-from te_jax.hf.words import SIZE, Said, Word, unused
+from te_jax.hf.words import SIZE, Check, Said, Word, unused
 from te_jax.models import ModelConfig, families
 
 
@@ -26,13 +35,23 @@ def _shared_is_a_multiple(said: Said) -> tuple[str, str] | None:
     return None
 
 
-def _qwen2_moe_rules(c: ModelConfig) -> list[TensorRule]:
+def experts_of_qwen_rules(c: ModelConfig) -> list[TensorRule]:
+    """The experts, the shared one and its gate, and the norm in front."""
     ours, mlp, stack = f"{LAYER}/moe", "model.layers.{i}.mlp", "layers"
     gate = (f"{ours}/shared_gate_kernel",), (f"{mlp}.shared_expert_gate.weight",), rules.TURNED, stack
     shared = rules.swiglu_rules(f"{ours}/shared_experts", f"{mlp}.shared_expert", stack)
-    return [*llama_rules(c), TensorRule(*gate), *shared]
+    return [*feed_forward_of_llama(c), TensorRule(*gate), *shared]
 
 
+SHARED_OF_QWEN = Word(
+    "shared_expert_intermediate_size",
+    SIZE,
+    5632,
+    to=("layer/moe/num_shared_experts",),
+    ours=_count_of_shared,
+    theirs=_width_of_shared,
+)
+EXPERTS_OF_QWEN_FIT: tuple[Check, ...] = (at_most("num_experts_per_tok", "num_experts"), _shared_is_a_multiple)
 _SIZES_OF_QWEN2_MOE = dict(
     hidden_size=2048, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=16, intermediate_size=5632
 )
@@ -43,16 +62,9 @@ QWEN2_MOE = of_llama(
     *(*UNUSED_WINDOW, *QWEN_EXPERTS, TYPES_OF_QWEN),
     unused("sliding_window", NONE | integer(0, 2**31 - 1), 4096),  # 0 is what transformers writes
     Word("qkv_bias", BOOL, True, to=("layer/use_bias",)),
-    Word(
-        "shared_expert_intermediate_size",
-        SIZE,
-        5632,
-        to=("layer/moe/num_shared_experts",),
-        ours=_count_of_shared,
-        theirs=_width_of_shared,
-    ),
-    checks=(ALL_SEE_ALL, at_most("num_experts_per_tok", "num_experts"), _shared_is_a_multiple),
-    tensors=_qwen2_moe_rules,
+    SHARED_OF_QWEN,
+    checks=(ALL_SEE_ALL, *EXPERTS_OF_QWEN_FIT),
+    tensors=lambda c: attention_of_llama(c) + experts_of_qwen_rules(c),
     num_experts=60,
     num_experts_per_tok=4,
     moe_intermediate_size=1408,

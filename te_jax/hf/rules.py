@@ -1,6 +1,7 @@
 """Which tensors of a checkpoint become which parameters, said once for both directions."""
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -58,6 +59,32 @@ INTERLEAVED = Recast(
     lambda a: (a[..., ::2], a[..., 1::2]), lambda a, b: (jnp.stack([a, b], -1).reshape(*a.shape[:-1], -1),)
 )
 TURNED_STACK = Recast(lambda a: (a.swapaxes(1, 2),), lambda a: (a.swapaxes(1, 2),))
+
+
+def parted(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable = lambda a: a) -> Recast:
+    """One tensor whose leading axis holds, so many each, what several parameters are made of. ours, theirs: of each
+    part."""
+    ends = [*accumulate(sizes)][:-1]
+    return Recast(
+        lambda a: tuple(map(ours, jnp.split(a, ends))), lambda *parts: (jnp.concatenate([*map(theirs, parts)]),)
+    )
+
+
+def parted_in_groups(groups: int, sizes: Sequence[int]) -> Recast:
+    """Kernels in one tensor [groups * sum(sizes), in], which has so many rows of each, group after group, as
+    [in, groups * size]."""
+    ends = [*accumulate(sizes)][:-1]
+
+    def ours(a):
+        parts = jnp.split(a.reshape(groups, -1, a.shape[-1]), ends, 1)
+        return tuple(part.reshape(-1, a.shape[-1]).T for part in parts)
+
+    def theirs(*kernels):
+        width = kernels[0].shape[0]
+        parts = [kernel.T.reshape(groups, -1, width) for kernel in kernels]
+        return (jnp.concatenate(parts, 1).reshape(-1, width),)
+
+    return Recast(ours, theirs)
 
 
 def query_and_kv(queries: int) -> Recast:

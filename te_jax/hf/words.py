@@ -10,6 +10,7 @@ from typing import Any, NoReturn
 
 from te_jax.core.check import BOOL, NONE, STRING, Kind, check, integer, number, show
 from te_jax.flax._fields import shared_fields
+from te_jax.flax.gated_delta import GatedDeltaNet
 from te_jax.flax.mamba import Mamba2
 from te_jax.flax.moe import MoEBlock, router_of
 from te_jax.flax.transformer import TransformerLayer
@@ -253,6 +254,10 @@ _OF_SSM = (
     *("ssm_num_groups", "norm_groups", "norm_before_gate", "time_step_limit"),
     *("layernorm_type", "layernorm_epsilon", "zero_centered_gamma"),
 )
+_OF_DELTA_NET = (
+    *("linear_num_key_heads", "gate", "allow_neg_eigval"),
+    *("layernorm_type", "layernorm_epsilon", "zero_centered_gamma"),
+)
 _OF_MODELS = ("embedding_scale", "output_scale", "logit_softcap", "embedding_norm", "final_norm", "head_transform")
 
 
@@ -288,6 +293,9 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
     if layer.ssm is not None:
         mixer = Mamba2(**shared_fields(layer, Mamba2) | dict(layer.ssm), parent=None)
         found |= {f"ssm: {name}": getattr(mixer, name) for name in _OF_SSM}
+    if layer.delta is not None:
+        rule = GatedDeltaNet(**shared_fields(layer, GatedDeltaNet) | dict(layer.delta), parent=None)
+        found |= {f"delta: {name}": getattr(rule, name) for name in _OF_DELTA_NET}
     if layer.moe is None:
         return found
     experts = MoEBlock(**layer.moe, parent=None)

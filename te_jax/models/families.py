@@ -155,6 +155,17 @@ def qwen3(size: Size, base: float = 1_000_000) -> ModelConfig:
     return replace(mixtral(size, base).with_layer(**norms), family=family)
 
 
+def qwen3_next(size: Size, base: float = 10_000_000) -> ModelConfig:
+    """Qwen 2025, https://qwen.ai/blog?id=qwen3-next. Three of four layers are Gated DeltaNet, the fourth is attention
+    with an output gate, normed queries and keys, and RoPE of a quarter of a head's channels; each has experts, next to
+    some that all tokens meet behind a gate. The scale of norms is 1 more than their parameter."""
+    shared = dict(num_shared_experts=size.shared or 1, shared_expert_gate=True)
+    width = size.head_dim or size.hidden // size.heads
+    gated = dict(attn_output_gate=True, rotary_pos_emb_dim=width // 4, zero_centered_gamma=True)
+    config = qwen3(size, base).with_layer(**gated, **size.moe(**shared))
+    return replace(config, family="qwen3_next", pattern=({}, {}, {}, dict(delta=None)))
+
+
 NO_ROPE = dict(enable_rotary_pos_emb=False, rotary_pos_emb_scaling=None)
 
 
@@ -360,6 +371,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "qwen2": qwen2,
     "falcon": falcon,
     "mixtral": mixtral,
+    "qwen3-next": qwen3_next,
     "qwen3": qwen3,
     "gemma2": gemma2,
     "deepseek-v3": deepseek_v3,

@@ -26,6 +26,15 @@ class StateSpace(NamedTuple):
     ssm_num_groups: int = 8
 
 
+class DeltaNet(NamedTuple):
+    """Sizes of Gated DeltaNet, as the field `delta` of a layer names them."""
+
+    linear_num_value_heads: int = 32
+    linear_num_key_heads: int = 16
+    linear_key_head_dim: int = 128
+    linear_value_head_dim: int = 128
+
+
 @dataclass(frozen=True)
 class Size:
     """What differs between the models of a family."""
@@ -44,7 +53,8 @@ class Size:
     dense_ffn: int | None = None
     latents: Latents | None = None
     ssm: StateSpace | None = None
-    shared: int = 0  # Granite 4, Nemotron-H, Qwen 2: so many experts are one MLP, which all tokens meet
+    delta: DeltaNet | None = None
+    shared: int = 0  # Granite 4, Nemotron-H, Qwen 2 and 3: so many experts are one MLP, which all tokens meet
     pattern: str = ""  # Nemotron-H: a letter of `NEMOTRON_LAYERS` for each layer
     vocab: int = 32000
     tied: bool = True
@@ -58,6 +68,7 @@ class Size:
             kv_channels=self.head_dim,
             **(self.latents._asdict() if self.latents else {}),
             **(dict(ssm=self.ssm._asdict()) if self.ssm else {}),
+            **(dict(delta=self.delta._asdict()) if self.delta else {}),
             **fields,
         )
 
@@ -110,6 +121,9 @@ SIZES = {
     "mixtral-8x7b": Size(4096, 14336, 32, 32, groups=8, experts=8, topk=2, tied=False),
     "qwen3-8b": _qwen3(4096, 12288, 32, 36, groups=8),
     "qwen3-30b-a3b": _qwen3(2048, 768, 32, 48, groups=4, experts=128, topk=8),
+    "qwen3-next-80b-a3b": _qwen3(
+        *(2048, 512, 16, 48), groups=2, head_dim=256, experts=512, topk=10, shared=1, delta=DeltaNet()
+    ),
     "gemma2-9b": Size(3584, 14336, 16, 42, groups=8, head_dim=256, vocab=256000),
     "deepseek-v3": _deepseek(7168, 2048, 128, 61, experts=256, topk=8, dense=3, dense_ffn=18432),
     "granite4-h-tiny": Size(

@@ -86,6 +86,16 @@ _NEMOTRON = dict(
     n_groups=2,
     chunk_size=4,
 )
+_DELTA = dict(
+    num_hidden_layers=3,
+    layer_types=["linear_attention", "full_attention", "linear_attention"],
+    head_dim=16,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=8,
+    linear_value_head_dim=12,
+    pad_token_id=None,
+)
 _FALCON = dict(vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, bos_token_id=None)
 _FALCON |= dict(eos_token_id=None, ffn_hidden_size=48)
 _T5 = dict(vocab_size=VOCAB, d_model=32, d_kv=12, d_ff=40, num_layers=2, num_heads=4, eos_token_id=None, pad_token_id=0)
@@ -138,6 +148,13 @@ MODELS = {
             | dict(num_key_value_heads=4, use_bias=True, use_conv_bias=False, conv_kernel=3, n_groups=1)
             | dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
             | dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=40)
+        )
+    ),
+    "qwen3-next": lambda: hf.Qwen3NextForCausalLM(
+        hf.Qwen3NextConfig(
+            **_LLAMA
+            | _DELTA
+            | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=32)
         )
     ),
     # Layers without RoPE, which see a window.

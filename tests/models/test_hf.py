@@ -233,6 +233,20 @@ def test_layers_of_nemotron_that_predict_more(layers, tmp_path, monkeypatch):
         hf.load(folder)
 
 
+def test_layers_of_qwen3_next_that_predict_more(tmp_path):
+    """They have a prefix of their own, and no word: they are read past, and not written."""
+    folder = shutil.copytree(FIXTURES / "qwen3-next", tmp_path / "more")
+    want = tensors(folder)
+    save_file(load_file(folder / files.ONE) | {"mtp.norm.weight": np.ones(3, np.float32)}, folder / files.ONE)
+    model, variables = hf.load(folder)
+    jax.tree.map(np.testing.assert_array_equal, variables, loaded("qwen3-next")[1])
+    hf.save(tmp_path / "again", model, variables)
+    assert tensors(tmp_path / "again").keys() == want.keys()
+    save_file(load_file(folder / files.ONE) | {"mtps.norm.weight": np.ones(3, np.float32)}, folder / files.ONE)
+    with pytest.raises(ValueError, match="has tensors that are none of a qwen3_next of its config.json: mtps.norm"):
+        hf.load(folder)
+
+
 ROPE = dict(rope_type="yarn", factor=8.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16)
 OF_DEEPSEEK = {
     "mscale is 0.707; te_jax reads mscale_all_dim, 1.0": dict(rope_parameters=ROPE | dict(mscale=0.707)),

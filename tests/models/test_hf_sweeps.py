@@ -91,6 +91,7 @@ COUNTS = {  # of the parameters of transformers' models of these sizes
     "glm4.5-air": 106_852_245_504,
     "llama4-scout": 107_769_861_120,
     "qwen2-moe-57b-a14b": 57_408_658_944,
+    "qwen3-next-80b-a3b": 79_674_391_296,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
 }
@@ -107,7 +108,20 @@ def test_published_sizes(name):
     check_words(config.family, config, family.read(family.write(config)))
 
 
-NEW = ("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4", "qwen2-moe")
+NEW = (
+    "smollm3",
+    "granite3",
+    "phi3",
+    "phi4",
+    "gemma3",
+    "glm4.5",
+    "olmo2",
+    "olmo3",
+    "gpt-oss",
+    "llama4",
+    "qwen2-moe",
+    "qwen3-next",
+)
 
 
 @pytest.mark.parametrize("name", NEW)

@@ -231,6 +231,18 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(shared_expert_intermediate_size=5000), dict(mlp_only_layers=[1]), dict(decoder_sparse_step=2)),
         *(dict(use_sliding_window=True), dict(num_experts_per_tok=61)),
     ),
+    "qwen3_next": (
+        *(dict(layer_types=types) for types in ([], ["linear_attention"], ["mamba"] * 48, ["sliding_attention"] * 48)),
+        *(dict(linear_num_key_heads=5), dict(linear_conv_kernel_dim=5), dict(attn_output_gate=False)),
+        *(dict(shared_expert_intermediate_size=500), dict(num_experts_per_tok=513), dict(mlp_only_layers=[1])),
+        *(dict(attention_bias=True), dict(partial_rotary_factor=0.001), dict(num_key_value_heads=5), dict(head_dim=7)),
+        *(
+            dict(full_attention_interval=0),
+            dict(decoder_sparse_step=2),
+            dict(hidden_act="gelu"),
+            dict(sliding_window=8),
+        ),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -310,6 +322,8 @@ CHANGED = {  # a family's words of what is changed below
     "qwen2_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types"}
     | {"shared_expert_intermediate_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
+    "qwen3_next": {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types"}
+    | {"shared_expert_intermediate_size"},
     **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss", "modernbert"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
@@ -380,6 +394,8 @@ HYBRIDS = {
     | dict(n_routed_experts=128, num_experts_per_tok=6, n_group=1, topk_group=1, routed_scaling_factor=2.5)
     | dict(moe_intermediate_size=1856, moe_shared_expert_intermediate_size=3712, intermediate_size=1856)
     | dict(layer_norm_epsilon=1e-5, n_shared_experts=1, norm_topk_prob=True),
+    # As it says layers, and what differs from its class.
+    "qwen3-next-80b-a3b": dict(full_attention_interval=4, rope_theta=10_000_000, max_position_embeddings=262144),
     # Its class has these sizes by default.
     "nemotron-h-8b": dict(hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
 }
