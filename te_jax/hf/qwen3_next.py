@@ -15,6 +15,7 @@ from te_jax.hf.decoders import (
     QWEN_EXPERTS,
     WITH_EXPERTS,
     attention_of_llama,
+    feed_forward_of_llama,
     of_llama,
 )
 from te_jax.hf.family import GROUPS, LAYER, NO_WINDOW, Family, divides, head_dim, width_of
@@ -193,5 +194,29 @@ QWEN3_NEXT = _of_hybrid(
     num_experts=512,
     num_experts_per_tok=10,
     norm_topk_prob=True,
+    **_EXPERTS_OF_BOTH,
+)
+QWEN3_5_TEXT = _of_hybrid(
+    "qwen3_5_text",
+    "Qwen3_5ForCausalLM",
+    families.qwen3_5(_ONE_NEXT),
+    feed_forward=feed_forward_of_llama,
+    vocab_size=248320,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_hidden_layers=32,
+    num_key_value_heads=4,
+)
+QWEN3_5_MOE_TEXT = _of_hybrid(
+    "qwen3_5_moe_text",
+    "Qwen3_5MoeForCausalLM",
+    families.qwen3_5(_EXPERTS_NEXT),
+    *(*QWEN_EXPERTS, SHARED_OF_QWEN, stray("norm_topk_prob", True), stray("decoder_sparse_step", 1)),
+    stray("mlp_only_layers", [], None),
+    checks=EXPERTS_OF_QWEN_FIT,
+    vocab_size=248320,
+    num_hidden_layers=40,
+    num_experts=256,
+    num_experts_per_tok=8,
     **_EXPERTS_OF_BOTH,
 )

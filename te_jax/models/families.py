@@ -166,6 +166,12 @@ def qwen3_next(size: Size, base: float = 10_000_000) -> ModelConfig:
     return replace(config, family="qwen3_next", pattern=({}, {}, {}, dict(delta=None)))
 
 
+def qwen3_5(size: Size, base: float = 10_000_000) -> ModelConfig:
+    """Qwen 2026, https://qwen.ai/blog?id=qwen3.5 (text). `qwen3_next`, with experts or an MLP."""
+    family = "qwen3_5_moe_text" if size.experts else "qwen3_5_text"
+    return replace(qwen3_next(size, base), family=family)
+
+
 NO_ROPE = dict(enable_rotary_pos_emb=False, rotary_pos_emb_scaling=None)
 
 
@@ -372,6 +378,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "falcon": falcon,
     "mixtral": mixtral,
     "qwen3-next": qwen3_next,
+    "qwen3.5": qwen3_5,
     "qwen3": qwen3,
     "gemma2": gemma2,
     "deepseek-v3": deepseek_v3,

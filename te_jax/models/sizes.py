@@ -86,6 +86,7 @@ class Size:
 _gpt2, _bert = functools.partial(Size, vocab=50257), functools.partial(Size, vocab=30522)
 _t5, _llama3 = functools.partial(Size, vocab=32128), functools.partial(Size, vocab=128256, groups=8, tied=False)
 _qwen3 = functools.partial(Size, head_dim=128, vocab=151936, tied=False)
+_qwen3_5 = functools.partial(Size, head_dim=256, delta=DeltaNet(), vocab=248320, tied=False)
 _deepseek = functools.partial(Size, latents=Latents(), vocab=129280, tied=False)
 _t5_11 = functools.partial(_t5, gated=True, tied=False)
 _nemotron = functools.partial(Size, head_dim=128, vocab=131072, tied=False)
@@ -124,6 +125,8 @@ SIZES = {
     "qwen3-next-80b-a3b": _qwen3(
         *(2048, 512, 16, 48), groups=2, head_dim=256, experts=512, topk=10, shared=1, delta=DeltaNet()
     ),
+    "qwen3.5-9b": _qwen3_5(4096, 12288, 16, 32, groups=4),
+    "qwen3.5-35b-a3b": _qwen3_5(2048, 512, 16, 40, groups=2, experts=256, topk=8, shared=1),
     "gemma2-9b": Size(3584, 14336, 16, 42, groups=8, head_dim=256, vocab=256000),
     "deepseek-v3": _deepseek(7168, 2048, 128, 61, experts=256, topk=8, dense=3, dense_ffn=18432),
     "granite4-h-tiny": Size(

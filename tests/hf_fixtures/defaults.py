@@ -27,18 +27,8 @@ HERE = pathlib.Path(__file__).parent
 FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "deepseek_v3"),
     *("gpt2", "falcon", "bert", "t5", "granitemoehybrid", "nemotron_h", "smollm3", "granite"),
-    *(
-        "phi3",
-        "glm4_moe",
-        "gemma3_text",
-        "olmo2",
-        "olmo3",
-        "gpt_oss",
-        "modernbert",
-        "llama4_text",
-        "qwen2_moe",
-        "qwen3_next",
-    ),
+    *("phi3", "glm4_moe", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "modernbert", "llama4_text", "qwen2_moe"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
 DERIVED = (

@@ -157,6 +157,19 @@ MODELS = {
             | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=32)
         )
     ),
+    # As many keys as queries, an MLP, a convolution of three tokens.
+    "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(
+        hf.Qwen3_5TextConfig(
+            **_LLAMA | _DELTA | dict(num_key_value_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+        )
+    ),
+    "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
+        hf.Qwen3_5MoeTextConfig(
+            **{name: value for name, value in _LLAMA.items() if name != "intermediate_size"}
+            | _DELTA
+            | dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16, shared_expert_intermediate_size=16)
+        )
+    ),
     # Layers without RoPE, which see a window.
     "smollm3": lambda: hf.SmolLM3ForCausalLM(
         hf.SmolLM3Config(

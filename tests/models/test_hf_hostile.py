@@ -301,7 +301,7 @@ UNREAD = {
     "granite4": {"intermediate_size", "num_experts_per_tok"},  # without experts
     "qwen2-moe": {"intermediate_size"},
     "qwen3-moe": {"intermediate_size"},
-    "qwen3-next": {"intermediate_size"},
+    **dict.fromkeys(("qwen3-next", "qwen3.5-moe"), {"intermediate_size"}),
 }
 LAYERS = ("num_hidden_layers", "num_layers", "n_layer", "num_decoder_layers")
 

@@ -243,6 +243,13 @@ OTHERS = {  # what would be another function, and was once read past
             dict(sliding_window=8),
         ),
     ),
+    **dict.fromkeys(
+        ("qwen3_5_text", "qwen3_5_moe_text"),
+        (
+            *(dict(layer_types=["linear_attention"]), dict(linear_num_key_heads=5), dict(attn_output_gate=False)),
+            *(dict(attention_bias=True), dict(partial_rotary_factor=0.001), dict(rope_parameters=dict(rope_type="su"))),
+        ),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -322,8 +329,11 @@ CHANGED = {  # a family's words of what is changed below
     "qwen2_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types"}
     | {"shared_expert_intermediate_size"},
     "qwen3_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
-    "qwen3_next": {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types"}
-    | {"shared_expert_intermediate_size"},
+    **dict.fromkeys(
+        ("qwen3_next", "qwen3_5_moe_text"),
+        {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types", "shared_expert_intermediate_size"},
+    ),
+    "qwen3_5_text": DEFAULT | {"layer_types"},
     **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss", "modernbert"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
@@ -396,6 +406,7 @@ HYBRIDS = {
     | dict(layer_norm_epsilon=1e-5, n_shared_experts=1, norm_topk_prob=True),
     # As it says layers, and what differs from its class.
     "qwen3-next-80b-a3b": dict(full_attention_interval=4, rope_theta=10_000_000, max_position_embeddings=262144),
+    "qwen3.5-9b": dict(full_attention_interval=4, rope_theta=10_000_000),
     # Its class has these sizes by default.
     "nemotron-h-8b": dict(hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
 }
