@@ -84,10 +84,18 @@ _NOT_LATENT = (
 
 
 def latent_widths_fit(module) -> str | None:
-    """`kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are given, `qk_rope_head_dim` is even."""
+    """`kv_lora_rank`, `qk_nope_head_dim`, `qk_rope_head_dim` and `v_head_dim` are given; `qk_rope_head_dim` is even;
+    `latent_rotary=False` goes without `rotary_pos_emb_scaling`."""
     for name in _LATENT_WIDTHS:
         if getattr(module, name) is None:
             return f"{name} is None; pass all of {', '.join(_LATENT_WIDTHS)}"
+    if not module.latent_rotary:
+        scaling = module.rotary_pos_emb_scaling
+        return (
+            None
+            if scaling is None
+            else f"rotary_pos_emb_scaling is {scaling}, but latent_rotary is False; leave one of them out"
+        )
     if module.qk_rope_head_dim % 2:
         return f"qk_rope_head_dim is {module.qk_rope_head_dim}, but RoPE turns pairs of channels; pass an even number"
     check_rotary(describe(module), module.qk_rope_head_dim, None, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
@@ -98,7 +106,7 @@ def latent_attention_stands_alone(module) -> str | None:
     and fields of other attention it has no use for."""
     changed = lambda name: getattr(module, name) != getattr(type(module), name)
     if module.kv_lora_rank is None:
-        for name in filter(changed, (*_LATENT_WIDTHS, "q_lora_rank", "mscale")):
+        for name in filter(changed, (*_LATENT_WIDTHS, "q_lora_rank", "mscale", "latent_rotary", "latent_norm_epsilon")):
             return f"{name} is {getattr(module, name)!r}, but kv_lora_rank is None; pass both, or leave {name} out"
         return None
     if is_decoder(module):

@@ -46,9 +46,12 @@ class MultiHeadLatentAttention(Module):
     kv_lora_rank, q_lora_rank: r and rq, the widths of the latents; q_lora_rank None: queries without a latent.
     qk_nope_head_dim, qk_rope_head_dim, v_head_dim: nope, rope (even) and e, the channels of a head.
     mscale:                logits are scaled by mscale**2 / sqrt(d); with a `YarnScaling`, its `mscale`.
+    latent_rotary:         False: nothing is turned, though heads still share the rope channels of keys, as in Kimi
+                           Linear (https://arxiv.org/abs/2510.26692).
     use_bias:              of the projections down and of the last one.
-    layernorm_type:        of the norm of the inputs; latents have RMSNorm in any case. layernorm_epsilon and
-                           zero_centered_gamma are of all norms.
+    layernorm_type:        of the norm of the inputs; latents have RMSNorm in any case. zero_centered_gamma is of all
+                           norms, and so is layernorm_epsilon, unless latents have an epsilon of their own,
+                           latent_norm_epsilon.
     low_rank_adaptation_scope: "qkv_proj" adapts all projections down and up.
     Other fields are as in `MultiHeadAttention`. cuDNN serves nope + rope = 192 and e = 128 in bf16 and f16 on Hopper,
     in training and in calls that make a cache; `te_jax.explain_attention` says so for other shapes.
@@ -94,6 +97,8 @@ class MultiHeadLatentAttention(Module):
     context_parallel_strategy: str = "DEFAULT"
     params_dtype: jnp.dtype | None = None
     deterministic_gradients: bool = False
+    latent_rotary: bool = True
+    latent_norm_epsilon: float | None = None
 
     rotary_pos_emb_dim = None  # no field: all rope channels are turned
     if not TYPE_CHECKING:  # as `Module` says
@@ -136,9 +141,12 @@ class MultiHeadLatentAttention(Module):
         mask = mask_of_rows(self, mask, inputs.shape[1 if self.transpose_batch_sequence else 0])
         cache = KVCache(self, inputs, mask, max_decode_length, CACHED) if decode else None
         query, latent, rotary, normed, through = self._project(inputs, norm_output, residual)
-        positions = cache.positions if cache and positions is None else positions
         query, q_rope = query[..., : self.qk_nope_head_dim], query[..., self.qk_nope_head_dim :]
-        q_rope, rotary, _ = rotate(self, (q_rope, rotary, None), positions, mask, inputs, None, decode)
+        if self.latent_rotary:
+            positions = cache.positions if cache and positions is None else positions
+            q_rope, rotary, _ = rotate(self, (q_rope, rotary, None), positions, mask, inputs, None, decode)
+        elif positions is not None:
+            raise ValueError(f"{describe(self)}: positions are for RoPE; set latent_rotary, or leave them out.")
         query = query, q_rope
         if cache and not cache.fresh:
             context = self._attend_cached(query, latent, rotary, mask, bias, deterministic, cache)
@@ -177,12 +185,16 @@ class MultiHeadLatentAttention(Module):
         init = kernel_initializer(self.kernel_init, distribution="normal")
         return shared_fields(self, cls) | dict(kernel_init=init, enable_low_rank_adaptation=lora_scope(self)[0])
 
+    @property
+    def _latent_epsilon(self) -> float:
+        return self.layernorm_epsilon if self.latent_norm_epsilon is None else self.latent_norm_epsilon
+
     def _up(self, name: str, features: int, **fields) -> LayerNormDenseGeneral:
         """The projection of a latent to heads, with the latent's norm."""
         own = dict(
             features=features,
             layernorm_type="rmsnorm",
-            epsilon=self.layernorm_epsilon,
+            epsilon=self._latent_epsilon,
             scale_axes=(W_NO_SHARD_AXES,),
             kernel_axes=(W_FSDP_AXES, W_TP_AXES),
             use_bias=False,
@@ -222,7 +234,7 @@ class MultiHeadLatentAttention(Module):
                 "submodule the one that te_jax made."
             )
         weights = nn.meta.unbox(weights)
-        options = dict(norm="rmsnorm", zero_centered_gamma=self.zero_centered_gamma, epsilon=self.layernorm_epsilon)
+        options = dict(norm="rmsnorm", zero_centered_gamma=self.zero_centered_gamma, epsilon=self._latent_epsilon)
         latent = layernorm(latent, weights["scale"], **options, name=describe(self))
         _, rotary, latent = cache.extend((query[0], rotary, latent[..., None, :]))
         sequence = 0 if self.transpose_batch_sequence else 1

@@ -114,10 +114,11 @@ class TransformerLayer(Module):
     input_layernorm, mlp_layernorm: the norms in front of attention or Mamba2, and in front of the MLP or experts. In
                         OLMo 2 (https://arxiv.org/abs/2501.00656) both are False, and post_norms are True.
     residual_multiplier: multiplies what each sub-block gives, before dropout and residual, as in Granite.
-    kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale: given, self-attention is
-                        `MultiHeadLatentAttention`, which has RoPE whatever enable_rotary_pos_emb says. Encoders only.
+    kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale, latent_*: with kv_lora_rank
+                        self-attention is `MultiHeadLatentAttention`, which has RoPE as latent_rotary says, whatever
+                        enable_rotary_pos_emb does. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 80.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 82.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
@@ -207,6 +208,8 @@ class TransformerLayer(Module):
     attention_chunk_size: int | None = None
     attn_temperature: tuple[float, float] | None = None
     attn_output_gate: bool = False
+    latent_rotary: bool = True
+    latent_norm_epsilon: float | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says

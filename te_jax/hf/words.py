@@ -242,7 +242,10 @@ _OF_LAYERS = (
     *("attention_chunk_size", "attn_temperature"),
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
-_OF_LATENTS = ("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale")
+_OF_LATENTS = (
+    *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale"),
+    *("latent_rotary", "latent_norm_epsilon"),
+)
 _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
@@ -283,7 +286,8 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
     layer = TransformerLayer(**fields, parent=None)
     names = [*_OF_LAYERS]
     latent = layer.kv_lora_rank is not None
-    names += [f"rotary_pos_emb_{name}" for name in _OF_ROTARY] if layer.enable_rotary_pos_emb or latent else []
+    turns = layer.latent_rotary if latent else layer.enable_rotary_pos_emb
+    names += [f"rotary_pos_emb_{name}" for name in _OF_ROTARY] if turns else []
     names += _OF_LATENTS if latent else []
     names += _OF_QK_NORMS if layer.qk_norm_type else []
     found = {name: getattr(layer, name) for name in names}

@@ -58,7 +58,8 @@ class Block(nn.Module):
         if mask is None and fields.get("self_attn_mask_type") == "padding":
             fields["self_attn_mask_type"] = "no_mask"  # nobody said what is padding
         layer = te_flax.TransformerLayer(**fields)
-        turns = layer.enable_rotary_pos_emb or layer.kv_lora_rank is not None or layer.attn_temperature is not None
+        of_latents = layer.kv_lora_rank is not None
+        turns = layer.latent_rotary if of_latents else layer.enable_rotary_pos_emb or layer.attn_temperature is not None
         rotated = dict(positions=positions) if turns and not self.decode else {}
         x = layer(
             x,

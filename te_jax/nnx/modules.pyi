@@ -456,6 +456,8 @@ class MultiHeadLatentAttention(Layer):
         context_parallel_strategy: str = "DEFAULT",
         params_dtype: jnp.dtype | None = None,
         deterministic_gradients: bool = False,
+        latent_rotary: bool = True,
+        latent_norm_epsilon: float | None = None,
         *,
         rngs: nnx.Rngs,
     ) -> None: ...
@@ -673,6 +675,8 @@ class TransformerLayer(Layer):
         attention_chunk_size: int | None = None,
         attn_temperature: tuple[float, float] | None = None,
         attn_output_gate: bool = False,
+        latent_rotary: bool = True,
+        latent_norm_epsilon: float | None = None,
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,

@@ -56,26 +56,32 @@ def close(got, want, bound=BOUND):
         np.testing.assert_allclose(a, b, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
-def rms(x, scale):
-    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + 1e-6) * scale
+def rms(x, scale, epsilon=1e-6):
+    return x / jnp.sqrt(jnp.mean(x**2, -1, keepdims=True) + epsilon) * scale
 
 
 def turned(x, factor):
-    """RoPE of pairs of channels (2i, 2i + 1) of x [b, s, h, ROPE]."""
+    """RoPE of pairs of channels (2i, 2i + 1) of x [b, s, h, ROPE]; factor: None is none."""
+    if factor is None:
+        return x
     angle = jnp.arange(x.shape[1])[:, None] * 10000.0 ** (-jnp.arange(0, ROPE, 2) / ROPE) / factor
     cos, sin = (f(angle)[None, :, None] for f in (jnp.cos, jnp.sin))
     a, b = x[..., ::2], x[..., 1::2]
     return jnp.stack([a * cos - b * sin, a * sin + b * cos], -1).reshape(x.shape)
 
 
-def reference(p, x, bias=0.0, factor=1.0):
-    """Section 2.1.1 of arXiv 2412.19437, causal."""
+def reference(p, x, bias=0.0, factor=1.0, epsilon=1e-6):
+    """Section 2.1.1 of arXiv 2412.19437, causal. epsilon: of the norms of latents."""
     dense = lambda x, name: jnp.tensordot(x, p[name]["kernel"], 1) + p[name].get("bias", 0)
     heads = lambda x: x.reshape(*x.shape[:2], N, -1)
     normed = rms(x, p["q_down" if "q_down" in p else "query"]["scale"])
-    q = dense(rms(dense(normed, "q_down"), p["q_up"]["scale"]), "q_up") if "q_down" in p else dense(normed, "query")
+    q = (
+        dense(rms(dense(normed, "q_down"), p["q_up"]["scale"], epsilon), "q_up")
+        if "q_down" in p
+        else dense(normed, "query")
+    )
     down = dense(normed, "kv_down")
-    up = heads(dense(rms(down[..., :R], p["kv_up"]["scale"]), "kv_up"))
+    up = heads(dense(rms(down[..., :R], p["kv_up"]["scale"], epsilon), "kv_up"))
     q, shared = heads(q), turned(down[:, :, None, R:], factor)
     q = jnp.concatenate([q[..., :NOPE], turned(q[..., NOPE:], factor)], -1)
     k = jnp.concatenate([up[..., :NOPE], jnp.broadcast_to(shared, (*up.shape[:-1], ROPE))], -1)
@@ -99,8 +105,12 @@ def decoded(module, variables, x, parts, slots=S, **kwargs):
 
 @pytest.mark.parametrize(
     ("fields", "factor"),
-    [(dict(use_bias=True), 1.0), (dict(q_lora_rank=None, rotary_pos_emb_scaling=LinearScaling(4.0)), 4.0)],
-    ids=["q_latent", "scaled_rope"],
+    [
+        (dict(use_bias=True), 1.0),
+        (dict(q_lora_rank=None, rotary_pos_emb_scaling=LinearScaling(4.0)), 4.0),
+        (dict(latent_rotary=False, latent_norm_epsilon=0.1), None),
+    ],
+    ids=["q_latent", "scaled_rope", "no_rope"],
 )
 def test_against_plain_jax(fields, factor):
     """Forward, gradients, batch second, a bias; and both forms of decoding on the cache, of one and of many tokens."""
@@ -115,7 +125,8 @@ def test_against_plain_jax(fields, factor):
             return y, *vjp(weights)
 
         got = of(lambda p, x: module.apply({"params": p}, x, bias=bias)[0])
-        want = of(lambda p, x: reference(p, x, bias, factor))
+        epsilon = fields.get("latent_norm_epsilon", 1e-6)
+        want = of(lambda p, x: reference(p, x, bias, factor, epsilon))
         flipped = module.clone(transpose_batch_sequence=True).apply(
             {"params": params}, jnp.swapaxes(x, 0, 1), bias=bias
         )

@@ -178,6 +178,8 @@ MEANINGS = {
     "qk_rope_head_dim": "The channels of a head's queries and keys that RoPE turns; all heads share these of the keys",
     "v_head_dim": "The channels of a head's values",
     "mscale": "Multiplies the logits by its square, as models with a `YarnScaling` need",
+    "latent_rotary": "RoPE turns the `qk_rope_head_dim` channels; False: nothing is turned, as in Kimi Linear",
+    "latent_norm_epsilon": "Added to the mean square of latents. None: `layernorm_epsilon`",
     # whole layers
     "layer_type": "An encoder has self-attention and an MLP; a decoder has cross-attention between them",
     "apply_residual_connection_post_layernorm": "Residual connections start after the norms",

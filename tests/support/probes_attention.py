@@ -42,6 +42,9 @@ FIELDS = [
     (TRANSFORMER, LATENT | dict(attn_output_gate=True), V, "attn_output_gate is True, which attention with a kv"),
     (TRANSFORMER, LATENT | dict(attention_chunk_size=8), V, "attention_chunk_size is 8, which attention with a kv"),
     (TRANSFORMER, LATENT, None, ""),
+    (TRANSFORMER, dict(latent_rotary=False), V, "latent_rotary is False, but kv_lora_rank is None"),
+    (MLA, dict(latent_rotary=False, rotary_pos_emb_scaling=NTKScaling(2)), V, "but latent_rotary is False; leave one"),
+    (MLA, dict(latent_norm_epsilon=0), V, "latent_norm_epsilon is 0; pass None or a number above 0"),
     (TRANSFORMER, dict(mscale=1.2), V, "mscale is 1.2, but kv_lora_rank is None"),
     (TRANSFORMER, LATENT | dict(v_head_dim=None), V, "v_head_dim is None; pass all of"),
     (TRANSFORMER, LATENT | dict(num_gqa_groups=1), V, "num_gqa_groups is 1, which attention with a kv_lora_rank"),
@@ -74,6 +77,9 @@ PROBES = [
     Probe("latents, two axes", lambda: applied(MLA, {}, jnp.ones((B, H))), V, "inputs_q has shape .*pass .batch, seq"),
     Probe("latents of ints", lambda: applied(MLA, {}, jnp.ones((B, S, H), int)), T, "inputs_q is int32"),
     Probe("latents, positions", lambda: made(MLA, {}, positions=jnp.arange(7)), V, "positions has shape .7,."),
+    Probe(
+        "latents, no RoPE", lambda: made(MLA, dict(latent_rotary=False), positions=jnp.arange(S)), V, "set latent_ro"
+    ),
     Probe("latents without kv_up", lambda: continued({}), V, "the parameters of kv_up, which are not there"),
     Probe("latents, no cache", lambda: applied(MLA, {}, decode=True), V, "decode=True writes the collection 'cache'"),
 ]
