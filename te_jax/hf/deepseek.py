@@ -20,6 +20,7 @@ from te_jax.hf.family import (
     heads_of,
     tables,
 )
+from te_jax.hf.mamba import layers_of
 from te_jax.hf.rotary import rotary
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, SIZE, Check, Said, Word, fixed, only, unused, words_of
@@ -27,12 +28,12 @@ from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Latents, Size
 
 
-def _turning(said: Said) -> int:
+def rope_channels(said: Said) -> int:
     """qk_rope_head_dim"""
     return said["qk_rope_head_dim"]
 
 
-def _all_channels(said: Said) -> int:
+def key_channels(said: Said) -> int:
     """qk_nope_head_dim + qk_rope_head_dim"""
     return said["qk_nope_head_dim"] + said["qk_rope_head_dim"]
 
@@ -67,10 +68,8 @@ _OF_DEEPSEEK = words_of(
         Word(name, NONE | SIZE if name == "q_lora_rank" else SIZE, default, to=(f"layer/{name}",))
         for name, default in Latents()._asdict().items()
     ),
-    Word("head_dim", SIZE, _turning, theirs=lambda c: c.layer["qk_rope_head_dim"]),
-    Word(
-        "qk_head_dim", SIZE, _all_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]
-    ),
+    Word("head_dim", SIZE, rope_channels, theirs=lambda c: c.layer["qk_rope_head_dim"]),
+    Word("qk_head_dim", SIZE, key_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]),
     # The norms of latents have it whatever the word says, and te_jax gives them the epsilon of the layer.
     Word("rms_norm_eps", only(1e-6), 1e-6, to=("layer/layernorm_epsilon",)),
     DROPOUT_OR_NULL,
@@ -102,7 +101,8 @@ _OF_DEEPSEEK = words_of(
 )
 
 
-def _equal(name: str, due: Callable[[Said], int]) -> Check:
+def equal_to(name: str, due: Callable[[Said], int]) -> Check:
+    """The word is what `due`, whose docstring names it, makes of the others."""
     return lambda said: (name, f"pass {due.__doc__}, {due(said)}") if said[name] != due(said) else None
 
 
@@ -114,19 +114,20 @@ def _enough_channels(said: Said) -> tuple[str, str] | None:
 
 
 _CHECKS = (
-    _equal("num_key_value_heads", heads_of),
-    _equal("head_dim", _turning),
-    _equal("qk_head_dim", _all_channels),
+    equal_to("num_key_value_heads", heads_of),
+    equal_to("head_dim", rope_channels),
+    equal_to("qk_head_dim", key_channels),
     *GROUPS_FIT,
     _enough_channels,
     ALL_SEE_ALL,
 )
 
 
-def _attention_rules(c: ModelConfig) -> list[TensorRule]:
+def latent_attention_rules(q_lora_rank: int | None) -> list[TensorRule]:
+    """Latent attention, with the norm in front."""
     stack, ours, own = "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
     first, made = "query", []
-    if c.layer.get("q_lora_rank") is None:
+    if q_lora_rank is None:
         made += rules.dense_rules(f"{ours}/query", f"{own}.q_proj", False, stack)
     else:
         first = "q_down"
@@ -143,32 +144,41 @@ def _attention_rules(c: ModelConfig) -> list[TensorRule]:
     ]
 
 
-def _expert_rules(c: ModelConfig) -> list[TensorRule]:
-    ours, name, moe = f"{LAYER}/moe", "model.layers.{i}.mlp", c.layer["moe"]
-    made = rules.expert_rules(ours, name, rules.SWIGLU, moe["num_experts"], "layers")
+def _expert_rules(c: ModelConfig, where: str, names: tuple[str, ...]) -> list[TensorRule]:
+    ours, name, moe = f"{LAYER}/moe", f"model.layers.{{i}}.{where}", c.layer["moe"]
+    made = rules.expert_rules(ours, name, names, moe["num_experts"], "layers")
     if moe.get("num_shared_experts"):
         made += rules.swiglu_rules(f"{ours}/shared_experts", f"{name}.shared_experts", "layers")
     return [*made, bias_rule(ours, f"{name}.gate", "layers")]
 
 
-def dense_first_rules(c: ModelConfig) -> list[TensorRule]:
-    """The MLP of the first layers, and the experts of the others, with the norms in front."""
-    dense, norm = min(len(c.first), c.num_layers), "model.layers.{i}.post_attention_layernorm"
+def dense_or_sparse_rules(
+    c: ModelConfig, where: str = "mlp", names: tuple[str, ...] = rules.SWIGLU
+) -> list[TensorRule]:
+    """The MLP of some layers, and the experts of the others, with the norms in front. where: of experts; names: of an
+    expert's gate, up and down."""
+    norm = "model.layers.{i}.post_attention_layernorm"
     of_dense = rules.norm_rules(f"{LAYER}/mlp", norm, False, "layers")
     of_dense += rules.swiglu_rules(f"{LAYER}/mlp", "model.layers.{i}.mlp", "layers")
     zeros = ("wi", "wo") if c.layer.get("use_bias") else ()
     of_dense += [rules.zero_rule(f"{LAYER}/mlp/{name}_bias", "layers") for name in zeros]
-    of_experts = rules.norm_rules(f"{LAYER}/moe", norm, False, "layers") + _expert_rules(c)
-    made = [rule._replace(layers=range(dense)) for rule in of_dense]
-    return made + [rule._replace(layers=range(dense, c.num_layers)) for rule in of_experts]
+    of_experts = rules.norm_rules(f"{LAYER}/moe", norm, False, "layers") + _expert_rules(c, where, names)
+    layers = {name: layers_of(c, name, type_of_mlp) for name in ("dense", "sparse")}
+    made = [rule._replace(layers=layers["dense"]) for rule in of_dense]
+    return made + [rule._replace(layers=layers["sparse"]) for rule in of_experts]
+
+
+def type_of_mlp(fields: Mapping[str, Any]) -> str:
+    """The type of a layer with these fields: with experts or not."""
+    return "dense" if fields.get("moe") is None else "sparse"
 
 
 def _deepseek_rules(c: ModelConfig) -> list[TensorRule]:
     return [
         *tables(c, "model.embed_tokens.weight"),
         *rules.norm_rules("final_norm", "model.norm", False),
-        *_attention_rules(c),
-        *dense_first_rules(c),
+        *latent_attention_rules(c.layer.get("q_lora_rank")),
+        *dense_or_sparse_rules(c),
     ]
 
 

@@ -54,20 +54,24 @@ CHOSEN_BY_SIGMOIDS = (
 )
 
 
-def _groups_fit(said: Said) -> tuple[str, str] | None:
-    """A group is chosen by its two best experts."""
-    topk, groups, chosen = said["num_experts_per_tok"], said["n_group"], said["topk_group"]
-    if groups != chosen and topk // chosen != 2:
-        return (
-            "num_experts_per_tok",
-            f"a group is chosen by its 2 best experts, so te_jax reads 2 x topk_group={chosen}",
-        )
-    if topk > chosen * (said["n_routed_experts"] // groups):
-        return "num_experts_per_tok", f"topk_group={chosen} groups do not have so many experts"
-    return None
+def groups_fit(experts: str) -> tuple[Check, ...]:
+    """A group is chosen by its two best experts. experts: the word of their number."""
+
+    def check(said: Said) -> tuple[str, str] | None:
+        topk, groups, chosen = said["num_experts_per_tok"], said["n_group"], said["topk_group"]
+        if groups != chosen and topk // chosen != 2:
+            return (
+                "num_experts_per_tok",
+                f"a group is chosen by its 2 best experts, so te_jax reads 2 x topk_group={chosen}",
+            )
+        if topk > chosen * (said[experts] // groups):
+            return "num_experts_per_tok", f"topk_group={chosen} groups do not have so many experts"
+        return None
+
+    return divides("n_group", experts), at_most("topk_group", "n_group"), check
 
 
-GROUPS_FIT: tuple[Check, ...] = (divides("n_group", "n_routed_experts"), at_most("topk_group", "n_group"), _groups_fit)
+GROUPS_FIT = groups_fit("n_routed_experts")
 
 
 def bias_rule(path: str, name: str, stack: str) -> TensorRule:

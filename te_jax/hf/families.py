@@ -8,6 +8,7 @@ from te_jax.hf.glm import GLM4_MOE
 from te_jax.hf.gpt import GPTS
 from te_jax.hf.gpt_oss import GPT_OSS
 from te_jax.hf.granite import GRANITE, GRANITE_HYBRID
+from te_jax.hf.kimi import KIMI_LINEAR
 from te_jax.hf.llama4 import LLAMA4_TEXT
 from te_jax.hf.modernbert import MODERNBERT
 from te_jax.hf.nemotron import NEMOTRON_H
@@ -19,6 +20,6 @@ from te_jax.hf.smollm import SMOLLM3
 
 _LIKE_LLAMA = (*DECODERS, QWEN2_MOE, GEMMA3_TEXT, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE)
 _OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, LLAMA4_TEXT, GRANITE_HYBRID, NEMOTRON_H)
-_WITH_DELTA_RULE = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT)
+_WITH_DELTA_RULE = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, KIMI_LINEAR)
 _DECODERS = (*_LIKE_LLAMA, *_OTHER_DECODERS, *_WITH_DELTA_RULE)
 FAMILIES = {family.name: family for family in (*_DECODERS, *ENCODERS, MODERNBERT)}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from te_jax.core.check import BOOL
 from te_jax.hf.decoders import ONE, attention_of_llama, of_llama
-from te_jax.hf.deepseek import DENSE_FIRST, NONE_BEHIND, dense_first_rules, layers_behind
+from te_jax.hf.deepseek import DENSE_FIRST, NONE_BEHIND, dense_or_sparse_rules, layers_behind
 from te_jax.hf.experts import GROUPS_FIT
 from te_jax.hf.family import ALL_SEE_ALL, GROUPS, NO_WINDOW
 from te_jax.hf.rotary import pairs_turn, rotary
@@ -33,7 +33,7 @@ GLM4_MOE = of_llama(
         theirs=lambda c: c.layer.get("qk_norm_type") is not None,
     ),
     checks=(ALL_SEE_ALL, pairs_turn, *GROUPS_FIT),
-    tensors=lambda c: attention_of_llama(c) + dense_first_rules(c),
+    tensors=lambda c: attention_of_llama(c) + dense_or_sparse_rules(c),
     vocab_size=151552,
     intermediate_size=10944,
     num_hidden_layers=_GLM_LAYERS,

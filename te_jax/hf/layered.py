@@ -16,10 +16,15 @@ def of_window(said: Said) -> Fields:
     return {"window_size": (said["sliding_window"] - 1, 0)}
 
 
+def first_of(c: ModelConfig, field: str, unset: Any = None) -> Any:
+    """The field of the first layer that has it."""
+    found = (c.fields_of_layer(i).get(field) for i in range(c.num_layers))
+    return next((each for each in found if each is not None), unset)
+
+
 def first_window(c: ModelConfig) -> int | None:
     """The window of the first layer that has one."""
-    found = (c.fields_of_layer(i).get("window_size") for i in range(c.num_layers))
-    window = next((each for each in found if each is not None), None)
+    window = first_of(c, "window_size")
     return None if window is None else window[0] + 1
 
 

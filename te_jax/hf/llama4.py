@@ -11,7 +11,7 @@ from te_jax.hf import rules
 from te_jax.hf.decoders import NO_BIAS, WITH_EXPERTS, attention_of_llama, of_llama
 from te_jax.hf.experts import expert_word
 from te_jax.hf.family import GROUPS, LAYER, head_dim
-from te_jax.hf.layered import ROPE_BY_LAYER, Fields, pattern
+from te_jax.hf.layered import ROPE_BY_LAYER, Fields, first_of, pattern
 from te_jax.hf.rotary import rotary
 from te_jax.hf.rules import Recast, TensorRule
 from te_jax.hf.words import ABSENT, LIST_OF_NAMES, SIZE, Said, Word, fixed, only
@@ -62,12 +62,6 @@ def _llama4_pattern(said: Said) -> tuple[Any]:
     has_experts = [i in said["moe_layers"] for i in range(said["num_hidden_layers"])]
     names = [*zip(_turns_of(said), said["layer_types"], has_experts)]
     return (pattern(names, lambda name: _llama4_fields(said, name)),)
-
-
-def _first_of(c: ModelConfig, field: str, unset: Any = None) -> Any:
-    """The field of the first layer that has it."""
-    found = (c.fields_of_layer(i).get(field) for i in range(c.num_layers))
-    return next((each for each in found if each is not None), unset)
 
 
 def _moe_layers(c: ModelConfig) -> list[int]:
@@ -122,11 +116,11 @@ LLAMA4_TEXT = of_llama(
     Word("intermediate_size_mlp", SIZE, 16384, theirs=_dense_width),
     Word("interleave_moe_layer_step", SIZE, 1),
     Word("moe_layers", NONE | _INDICES, None, null=_every, theirs=_moe_layers),
-    Word("use_qk_norm", BOOL, True, theirs=lambda c: _first_of(c, "qk_norm_type") is not None),
-    Word("attention_chunk_size", NONE | SIZE, 8192, theirs=lambda c: _first_of(c, "attention_chunk_size")),
-    Word("attn_temperature_tuning", BOOL, True, theirs=lambda c: _first_of(c, "attn_temperature") is not None),
-    Word("floor_scale", SIZE, 8192, theirs=lambda c: int(_first_of(c, "attn_temperature", (8192,))[0])),
-    Word("attn_scale", number(above=0), 0.1, theirs=lambda c: _first_of(c, "attn_temperature", (0, 0.1))[1]),
+    Word("use_qk_norm", BOOL, True, theirs=lambda c: first_of(c, "qk_norm_type") is not None),
+    Word("attention_chunk_size", NONE | SIZE, 8192, theirs=lambda c: first_of(c, "attention_chunk_size")),
+    Word("attn_temperature_tuning", BOOL, True, theirs=lambda c: first_of(c, "attn_temperature") is not None),
+    Word("floor_scale", SIZE, 8192, theirs=lambda c: int(first_of(c, "attn_temperature", (8192,))[0])),
+    Word("attn_scale", number(above=0), 0.1, theirs=lambda c: first_of(c, "attn_temperature", (0, 0.1))[1]),
     Word(
         "layer_types",
         NONE | LIST_OF_NAMES,

@@ -304,6 +304,33 @@ def deepseek_v3(size: Size) -> ModelConfig:
     )
 
 
+def kimi_mixers(latents: Mapping[str, Any], rule: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The fields of layers of `kimi_linear` with Kimi Delta Attention, and of those with latent attention. rule: fields
+    of `GatedDeltaNet`."""
+    unturned = dict(latent_rotary=False, latent_norm_epsilon=1e-6)
+    return dict(delta={**rule, "gate": "channel"}), {**latents, **unturned}
+
+
+def kimi_linear(size: Size) -> ModelConfig:
+    """Moonshot AI 2025, https://arxiv.org/abs/2510.26692. Three of four layers, but for the last three, are Kimi Delta
+    Attention; the others have latent attention without positions. Experts are chosen as in `deepseek_v3`, of one group,
+    next to one that all tokens meet; the first layer has an MLP."""
+    linear, full = kimi_mixers(
+        size.latents._asdict() if size.latents else {}, size.delta._asdict() if size.delta else {}
+    )
+    layers = [full if (i + 1) % 4 == 0 or i + 1 == size.layers else linear for i in range(size.layers)]
+    chosen = dict(score_function="sigmoid", use_expert_bias=True, scaling_factor=2.446, num_shared_experts=1)
+    config = llama(replace(size, latents=None, delta=None)).with_layer(
+        enable_rotary_pos_emb=False, **size.moe(**chosen)
+    )
+    dense = dict(moe=None, mlp_hidden_size=size.dense_ffn)
+    first, rest = [each | dense for each in layers[: size.dense]], layers[size.dense :]
+    turns = [each is full for each in rest]
+    return replace(
+        config, family="kimi_linear", first=tuple(first), pattern=pattern_of(turns, {False: linear, True: full})
+    )
+
+
 def falcon(size: Size) -> ModelConfig:
     """TII 2023, https://arxiv.org/abs/2311.16867. Attention and MLP read the same input: x + attention(norm(x)) +
     mlp(norm(x)), with one norm in 7B and two in 40B; RoPE, few keys and values, no biases but in the norms."""
@@ -393,6 +420,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "granite3": granite,
     "smollm3": smollm3,
     "nemotron": nemotron_h,
+    "kimi-linear": kimi_linear,
 }
 
 

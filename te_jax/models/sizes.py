@@ -10,7 +10,7 @@ from te_jax.models.config import ModelConfig
 class Latents(NamedTuple):
     """Widths of multi-head latent attention, as the layer names them."""
 
-    q_lora_rank: int = 1536
+    q_lora_rank: int | None = 1536
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
     qk_rope_head_dim: int = 64
@@ -30,7 +30,7 @@ class DeltaNet(NamedTuple):
     """Sizes of Gated DeltaNet, as the field `delta` of a layer names them."""
 
     linear_num_value_heads: int = 32
-    linear_num_key_heads: int = 16
+    linear_num_key_heads: int | None = 16
     linear_key_head_dim: int = 128
     linear_value_head_dim: int = 128
 
@@ -156,6 +156,17 @@ SIZES = {
         dense=1,
         dense_ffn=10944,
         vocab=151552,
+        tied=False,
+    ),
+    "kimi-linear-48b-a3b": Size(
+        *(2304, 1024, 32, 27),
+        experts=256,
+        topk=8,
+        dense=1,
+        dense_ffn=9216,
+        latents=Latents(q_lora_rank=None),
+        delta=DeltaNet(linear_num_key_heads=None),
+        vocab=163840,
         tied=False,
     ),
     "gemma3-1b": Size(1152, 6912, 4, 26, groups=1, head_dim=256, vocab=262144),

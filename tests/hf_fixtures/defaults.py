@@ -28,7 +28,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "deepseek_v3"),
     *("gpt2", "falcon", "bert", "t5", "granitemoehybrid", "nemotron_h", "smollm3", "granite"),
     *("phi3", "glm4_moe", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "modernbert", "llama4_text", "qwen2_moe"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
 DERIVED = (
@@ -86,6 +86,7 @@ def family(name: str, base: dict) -> dict:
     derived = {word: value for word, value in now.items() if word not in words or value != words[word][1]}
     derived = {word: value for word, value in derived.items() if isinstance(value, int | str) and word in DERIVED}
     names = [word for word in cls.attribute_map.items() if "layer_types" not in word]  # whose values are no numbers
+    names = [word for word in names if not isinstance(getattr(made, word[0]), bool)]
     both = [both_of(cls, *pair) for word in names for pair in (word, word[::-1])]
     both += [both_of(cls, "hidden_size", "n_embed")] if name == "falcon" else []
     ropes = getattr(made, "rope_parameters", None) or {}

@@ -233,6 +233,19 @@ def test_layers_of_nemotron_that_predict_more(layers, tmp_path, monkeypatch):
         hf.load(folder)
 
 
+def test_mlps_of_kimi_have_two_names(tmp_path):
+    """Transformers writes them by the name that experts have; te_jax as they were published."""
+    folder = shutil.copytree(FIXTURES / "kimi-linear", tmp_path / "written")
+    held = load_file(folder / files.ONE)
+    names = {name: name.replace("layers.0.mlp", "layers.0.block_sparse_moe") for name in held}
+    assert sum(name != now for name, now in names.items()) == 3
+    save_file({names[name]: a for name, a in held.items()}, folder / files.ONE)
+    model, variables = hf.load(folder)
+    jax.tree.map(np.testing.assert_array_equal, variables, loaded("kimi-linear")[1])
+    hf.save(tmp_path / "again", model, variables)
+    assert tensors(tmp_path / "again").keys() == held.keys()
+
+
 def test_layers_of_qwen3_next_that_predict_more(tmp_path):
     """They have a prefix of their own, and no word: they are read past, and not written."""
     folder = shutil.copytree(FIXTURES / "qwen3-next", tmp_path / "more")

@@ -288,7 +288,13 @@ def test_every_error_has_a_class_and_a_name(monkeypatch, tmp_path):
 # -- costs ------------------------------------------------------------------------------------------------------
 
 # Words in numbers that are no sizes of tensors, or that a family has no use for.
-NO_SIZES = {"max_position_embeddings", "sliding_window", "num_nextn_predict_layers", "pretraining_tp"}
+NO_SIZES = {
+    "max_position_embeddings",
+    "model_max_length",
+    "sliding_window",
+    "num_nextn_predict_layers",
+    "pretraining_tp",
+}
 NO_SIZES |= {"pad_token_id", "decoder_start_token_id", "max_window_layers", "mamba_chunk_size"}
 NO_SIZES |= {"chunk_size", "expand", "num_logits_to_keep", "original_max_position_embeddings"}
 NO_SIZES |= {"_sliding_window_pattern", "query_pre_attn_scalar", "no_rope_layer_interval"}
@@ -299,6 +305,7 @@ UNREAD = {
     "falcon-40b": {"num_ln_in_parallel_attn"},
     "falcon-7b": {"num_kv_heads"},
     "granite4": {"intermediate_size", "num_experts_per_tok"},  # without experts
+    "kimi-linear": {"head_dim", "qk_head_dim"},
     "qwen2-moe": {"intermediate_size"},
     "qwen3-moe": {"intermediate_size"},
     **dict.fromkeys(("qwen3-next", "qwen3.5-moe"), {"intermediate_size"}),

@@ -92,6 +92,7 @@ COUNTS = {  # of the parameters of transformers' models of these sizes
     "llama4-scout": 107_769_861_120,
     "qwen2-moe-57b-a14b": 57_408_658_944,
     "qwen3-next-80b-a3b": 79_674_391_296,
+    "kimi-linear-48b-a3b": 49_122_675_072,
     "qwen3.5-9b": 8_953_803_264,
     "qwen3.5-35b-a3b": 34_660_610_688,
     "modernbert-base": 149_655_232,
@@ -112,7 +113,7 @@ def test_published_sizes(name):
 
 NEW = (
     *("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4", "qwen2-moe"),
-    *("qwen3-next", "qwen3.5"),
+    *("qwen3-next", "qwen3.5", "kimi-linear"),
 )
 
 

@@ -250,6 +250,16 @@ OTHERS = {  # what would be another function, and was once read past
             *(dict(attention_bias=True), dict(partial_rotary_factor=0.001), dict(rope_parameters=dict(rope_type="su"))),
         ),
     ),
+    "kimi_linear": (
+        *(dict(layer_types=types) for types in ([], ["linear_attention"] * 26, ["mamba"] * 27)),
+        *(dict(mlp_layer_types=types) for types in (["sparse"], ["moe"] * 27)),
+        *(dict(linear_attn_config=dict(full_attn_layers=[28], kda_layers=lists)) for lists in ([1], [*range(1, 27)])),
+        *(dict(linear_attn_config=dict(kda_layers=lists)) for lists in ([0], ["1"], 3, [True])),
+        *(dict(linear_attn_config=dict(short_conv_kernel_size=5)), dict(linear_attn_config=dict(head_dim=0))),
+        *(dict(mla_use_nope=False), dict(mla_use_output_gate=True), dict(moe_router_activation_func="softmax")),
+        *(dict(num_key_value_heads=8), dict(num_experts_per_token=257), dict(num_expert_group=3), dict(topk_group=2)),
+        *(dict(tie_word_embeddings=True), dict(attention_bias=True), dict(num_nextn_predict_layers=1)),
+    ),
     "olmo2": (dict(attention_bias=True), dict(sliding_window=8), dict(layer_types=["sliding_attention"] * 32)),
     "olmo3": (
         *(dict(rope_scaling=dict(type="yarn", factor=2.0)), dict(rope_theta=0), dict(sliding_window=None)),
@@ -334,6 +344,7 @@ CHANGED = {  # a family's words of what is changed below
         {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types", "shared_expert_intermediate_size"},
     ),
     "qwen3_5_text": DEFAULT | {"layer_types"},
+    "kimi_linear": {"num_hidden_layers", "moe_intermediate_size", "vocab_size", "layer_types", "mlp_layer_types"},
     **dict.fromkeys(("gemma3_text", "olmo3", "gpt_oss", "modernbert"), DEFAULT | {"layer_types"}),
     "glm4_moe": {"num_hidden_layers", "moe_intermediate_size", "vocab_size"},
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
@@ -389,9 +400,28 @@ def test_letters_of_nemotron_say_its_layers(tmp_path):
         family.write(replace(config, pattern=()))
 
 
+def test_a_table_of_kimi_says_its_layers(tmp_path):
+    """As published ones have it: it is written again, and as the model is now where that was changed."""
+    words = json.loads((FIXTURES / "kimi-linear/config.json").read_text())
+    for name in ("layer_types", "mlp_layer_types", "linear_head_dim", "linear_num_heads", "linear_conv_kernel_dim"):
+        del words[name]
+    table = dict(full_attn_layers=[2], kda_layers=[1, 3], head_dim=8, num_heads=3, short_conv_kernel_size=4, more="x")
+    words |= dict(linear_attn_config=table)
+    (tmp_path / "config.json").write_text(json.dumps(words))
+    config, family = hf.read_config(tmp_path), FAMILIES["kimi_linear"]
+    assert config == hf.read_config(FIXTURES / "kimi-linear") and family.write(config) == words
+    other = replace(config, num_layers=4)
+    written = family.write(other)
+    assert written["linear_attn_config"] == table | dict(full_attn_layers=[2, 4]) and family.read(written) == other
+    assert family.read(words | dict(layer_types=["full_attention"] * 3)).pattern[0]["kv_lora_rank"] == 16
+
+
 # As they were published, but for what is kept.
 MULTIPLIERS = dict(embedding_multiplier=12, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=6)
 EVERY_TENTH = ["mamba"] * 5 + ["attention"] + ["mamba"] * 4
+FULL_OF_KIMI = [*range(4, 27, 4), 27]
+OF_KIMI = dict(full_attn_layers=FULL_OF_KIMI, kda_layers=[i for i in range(1, 28) if i not in FULL_OF_KIMI])
+OF_KIMI |= dict(head_dim=128, num_heads=32, short_conv_kernel_size=4)
 HYBRIDS = {
     "granite4-h-tiny": MULTIPLIERS
     | dict(hidden_size=1536, num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4, vocab_size=100352)
@@ -407,6 +437,10 @@ HYBRIDS = {
     # As it says layers, and what differs from its class.
     "qwen3-next-80b-a3b": dict(full_attention_interval=4, rope_theta=10_000_000, max_position_embeddings=262144),
     "qwen3.5-9b": dict(full_attention_interval=4, rope_theta=10_000_000),
+    "kimi-linear-48b-a3b": dict(linear_attn_config=OF_KIMI, first_k_dense_replace=1, head_dim=72, mla_use_nope=True)
+    | dict(num_experts=256, num_experts_per_token=8, num_shared_experts=1, num_expert_group=1, moe_renormalize=True)
+    | dict(moe_router_activation_func="sigmoid", use_grouped_topk=True, moe_layer_freq=1, num_nextn_predict_layers=0)
+    | dict(rope_scaling=None, rope_theta=10000.0, model_max_length=1048576),
     # Its class has these sizes by default.
     "nemotron-h-8b": dict(hybrid_override_pattern="M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-"),
 }
