@@ -20,6 +20,7 @@ KINDS = {
     "before_normalized": dict(use_pre_softmax=True, normalize=True),
     "sigmoid": dict(score_function="sigmoid", scaling_factor=2.5),
     "sigmoid_plain": dict(score_function="sigmoid", normalize=False),
+    "sqrt_softplus": dict(score_function="sqrt_softplus", scaling_factor=1.5),
 }
 E, K = 6, 2
 
@@ -68,7 +69,7 @@ def test_extreme_logits(kind, biased, rng):
 
 
 @pytest.mark.parametrize("per_sequence", [False, True])
-@pytest.mark.parametrize("kind", ["after", "sigmoid"])
+@pytest.mark.parametrize("kind", ["after", "sigmoid", "sqrt_softplus"])
 def test_extreme_logits_of_losses(kind, per_sequence, rng):
     options, logits = RouterOptions(K, **KINDS[kind]), extreme_logits(rng)[None]
     tokens, rows = logits.shape[1], logits[0].astype(np.float64)
@@ -76,7 +77,7 @@ def test_extreme_logits_of_losses(kind, per_sequence, rng):
     balance = lambda logits: load_balancing_loss(logits, experts, options, per_sequence=per_sequence)
     loss, grad = jax.device_get(jax.jit(jax.value_and_grad(balance))(logits))
     counts = Counter(itertools.chain(*experts[0].tolist()))
-    every = RouterOptions(E, options.score_function, True, normalize=options.score_function == "sigmoid")
+    every = RouterOptions(E, options.score_function, True, normalize=options.score_function != "softmax")
     slope = np.array([counts[e] for e in range(E)]) / tokens * E / K
     scores = np.array([oracle.weigh(row.tolist(), range(E), every) for row in rows])
     np.testing.assert_allclose(loss, scores.mean(0) @ slope, rtol=2.0**-15)

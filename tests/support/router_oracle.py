@@ -23,9 +23,15 @@ def _best(values, count):
     return order[:count]
 
 
+def _sqrt_softplus(value):
+    return math.exp(value / 2) if value < -40 else math.sqrt(max(value, 0.0) + math.log1p(math.exp(-abs(value))))
+
+
 def scores(row, options):
     if options.score_function == "sigmoid":
         return [_sigmoid(v) for v in row]
+    if options.score_function == "sqrt_softplus":
+        return [_sqrt_softplus(v) for v in row]
     return _softmax(row) if options.use_pre_softmax else list(row)
 
 
@@ -44,7 +50,7 @@ def choose(row, bias, options):
 
 def normalizes(options):
     """Whether a token's weights are divided by their sum."""
-    return options.score_function == "sigmoid" and options.topk > 1 if options.normalize is None else options.normalize
+    return options.score_function != "softmax" and options.topk > 1 if options.normalize is None else options.normalize
 
 
 def weigh(row, experts, options):
@@ -80,4 +86,6 @@ def gradient(row, experts, dweights, options):
     of_scores[experts] = d
     if options.score_function == "sigmoid":
         return of_scores * each * (1 - each)
+    if options.score_function == "sqrt_softplus":  # sigmoid(x) / (2 score), and of small logits score / 2
+        return of_scores * [s / 2 if v < -40 else _sigmoid(v) / (2 * s) for v, s in zip(row, each)]
     return each * (of_scores - of_scores @ each)

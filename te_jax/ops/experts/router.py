@@ -17,7 +17,7 @@ from te_jax.core.op import Op
 from te_jax.core.types import align, like
 
 _ROUTER = "te_jax.ops.router"
-SCORE_FUNCTIONS = ("softmax", "sigmoid")
+SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrt_softplus")
 _SCORE_FUNCTION = one_of(*SCORE_FUNCTIONS)
 
 
@@ -26,11 +26,13 @@ class RouterOptions(KnownFields):
     """How a router chooses experts and weighs them.
 
     topk:            k, the experts of a token.
-    score_function:  "softmax": a token's scores are the softmax of its logits; "sigmoid": each logit's sigmoid.
+    score_function:  "softmax": a token's scores are the softmax of its logits; "sigmoid": each logit's sigmoid;
+                     "sqrt_softplus": sqrt(log(1 + e^logit)), as in DeepSeek-V4. On GPUs the last is plain JAX too; the
+                     others have a kernel.
     use_pre_softmax: with "softmax": True takes it over all experts, before the choice; False over the k chosen ones,
-                     whose weights then add up to 1. "sigmoid" makes no use of it.
-    normalize:       divides the weights of a token by their sum, or by 1e-20 where that is less. None: with "sigmoid"
-                     and k > 1 (Liu et al. 2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
+                     whose weights then add up to 1. The others make no use of it.
+    normalize:       divides the weights of a token by their sum, or by 1e-20 where that is less. None: where k > 1,
+                     but not with "softmax" (Liu et al. 2024, https://arxiv.org/abs/2412.19437, section 2.1.2).
     scaling_factor:  multiplies the weights at the end.
     num_groups:      G, neighbouring experts form G groups of equal size (the experts of one node, say).
     group_topk:      a token's experts are of the `group_topk` groups with the largest sums of their
@@ -63,12 +65,12 @@ class RouterOptions(KnownFields):
     @property
     def normalizes(self) -> bool:
         """Whether the weights of a token are divided by their sum."""
-        return self.score_function == "sigmoid" and self.topk > 1 if self.normalize is None else self.normalize
+        return self.score_function != "softmax" and self.topk > 1 if self.normalize is None else self.normalize
 
     @property
     def scores_first(self) -> bool:
         """Whether the choice is made by scores; else it is made by logits, and the chosen ones' softmax follows."""
-        return self.score_function == "sigmoid" or self.use_pre_softmax
+        return self.score_function != "softmax" or self.use_pre_softmax
 
     def check_experts(self, num_experts: int) -> None:
         """Raises ValueError unless a choice among `num_experts` experts is possible."""
@@ -128,15 +130,26 @@ def _check_logits(logits, least: int = 1):
 # ---- the meaning, in plain JAX ---------------------------------------------------------------------
 
 
+_SMALL_LOGIT = -18.0  # below it log(1 + e^x) is e^x, and its root e^(x/2), in f32
+
+
+def _sqrt_softplus(logits):
+    """Its derivative would be 0 / 0 where e^x has no f32, so that small logits go another way."""
+    is_small = logits < _SMALL_LOGIT
+    root = jnp.sqrt(jax.nn.softplus(jnp.where(is_small, 0.0, logits)))
+    return jnp.where(is_small, jnp.exp(jnp.where(is_small, logits, 0.0) / 2), root)
+
+
+# Of each function: scores [..., E] of logits, and the logarithms of small scores; a sigmoid below 1e-10 is e^logit.
+_FUNCTIONS = {
+    "softmax": (partial(jax.nn.softmax, axis=-1), partial(jax.nn.log_softmax, axis=-1)),
+    "sigmoid": (jax.nn.sigmoid, lambda logits: logits),
+    "sqrt_softplus": (_sqrt_softplus, lambda logits: logits / 2),
+}
+
+
 def _scores(logits, options: RouterOptions):
-    if not options.scores_first:
-        return logits
-    return jax.nn.softmax(logits, -1) if options.score_function == "softmax" else jax.nn.sigmoid(logits)
-
-
-def _logs(logits, options: RouterOptions):
-    """The logarithms of small scores: of a sigmoid below 1e-10 it is the logit, in f32."""
-    return jax.nn.log_softmax(logits, -1) if options.score_function == "softmax" else logits
+    return _FUNCTIONS[options.score_function][0](logits) if options.scores_first else logits
 
 
 _LEAST_SUM, _SMALL_SUM, _LARGER = 1e-20, 1e-10, 46.0  # csrc/experts/router.cu
@@ -162,7 +175,7 @@ def _weigh(logits, experts, options: RouterOptions):
     if not options.scores_first:
         weights = jax.nn.softmax(weights, -1)  # which add up to 1
     elif options.normalizes:
-        weights = _over_sum(weights, picked(_logs(logits, options)))
+        weights = _over_sum(weights, picked(_FUNCTIONS[options.score_function][1](logits)))
     return options.scaling_factor * weights
 
 
@@ -207,9 +220,10 @@ MOST_EXPERTS = 1024  # of the kernels of routers and of te_group: csrc/base/ops.
 
 
 def _cuda(reference, call, *operands, **options):
-    if operands[1 if reference is _backward_reference else 0].shape[-1] > MOST_EXPERTS:
-        return reference(*operands, **options)
     kernel = RouterOptions(**options)
+    experts = operands[1 if reference is _backward_reference else 0].shape[-1]
+    if experts > MOST_EXPERTS or kernel.score_function == "sqrt_softplus":
+        return reference(*operands, **options)
     return call(
         *operands,
         topk=kernel.topk,
@@ -285,7 +299,7 @@ def load_balancing_loss(
     """f32[]: E / (T k) * sum over experts of (pairs of a token and a choice) * (mean score), 1 for even loads.
 
     The loss of Fedus et al. 2021 (https://arxiv.org/abs/2101.03961, section 2.2) for k choices. The scores are the
-    softmax of the logits, or with "sigmoid" the sigmoids over their sum (Liu et al. 2024,
+    softmax of the logits, or the scores of other functions over their sum (Liu et al. 2024,
     https://arxiv.org/abs/2412.19437, section 2.1.2); the counts have no gradient.
 
     logits:       floating [..., T, E].
@@ -308,10 +322,9 @@ def load_balancing_loss(
             f"{(*logits.shape[:-1], options.topk)}."
         )
     num_experts = logits.shape[-1]
-    if options.score_function == "softmax":
-        scores = jax.nn.softmax(logits, -1)
-    else:
-        scores = _over_sum(jax.nn.sigmoid(logits), logits)
+    scores, logs = (of(logits) for of in _FUNCTIONS[options.score_function])
+    if options.score_function != "softmax":
+        scores = _over_sum(scores, logs)
     tokens = (logits.ndim - 2,) if per_sequence else tuple(range(logits.ndim - 1))
     chosen = jnp.sum(jax.nn.one_hot(experts, num_experts, dtype=jnp.float32), -2)
     means = (_mean(a, tokens) for a in (chosen, scores))
