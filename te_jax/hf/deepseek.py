@@ -16,6 +16,7 @@ from te_jax.hf.family import (
     NO_WINDOW,
     ROPE_TABLES,
     Family,
+    epsilon,
     head_of,
     heads_of,
     tables,
@@ -23,7 +24,7 @@ from te_jax.hf.family import (
 from te_jax.hf.mamba import layers_of
 from te_jax.hf.rotary import rotary
 from te_jax.hf.rules import TensorRule
-from te_jax.hf.words import ABSENT, SIZE, Check, Said, Word, fixed, only, unused, words_of
+from te_jax.hf.words import ABSENT, SIZE, Check, Said, Word, fixed, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Latents, Size
 
@@ -70,8 +71,7 @@ _OF_DEEPSEEK = words_of(
     ),
     Word("head_dim", SIZE, rope_channels, theirs=lambda c: c.layer["qk_rope_head_dim"]),
     Word("qk_head_dim", SIZE, key_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]),
-    # The norms of latents have it whatever the word says, and te_jax gives them the epsilon of the layer.
-    Word("rms_norm_eps", only(1e-6), 1e-6, to=("layer/layernorm_epsilon",)),
+    epsilon("rms_norm_eps"),  # of all norms but those of latents, which have 1e-6
     DROPOUT_OR_NULL,
     Word(
         "rope_interleave",
@@ -98,6 +98,7 @@ _OF_DEEPSEEK = words_of(
     max_position_embeddings=4096,
     tie_word_embeddings=False,
     attention_dropout=0.0,
+    rms_norm_eps=1e-6,
 )
 
 

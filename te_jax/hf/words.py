@@ -244,7 +244,7 @@ _OF_LAYERS = (
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale"),
-    *("latent_rotary", "latent_norm_epsilon"),
+    "latent_rotary",
 )
 _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
@@ -291,6 +291,8 @@ def _function_of(fields: dict[str, Any]) -> dict[str, Any]:
     names += _OF_LATENTS if latent else []
     names += _OF_QK_NORMS if layer.qk_norm_type else []
     found = {name: getattr(layer, name) for name in names}
+    if latent:
+        found["latent_norm_epsilon"] = layer.latent_norm_epsilon or layer.layernorm_epsilon
     mask = mask_type(layer.self_attn_mask_type)
     # What a text is padded with on the right is not seen from it anyway.
     found["self_attn_mask_type"] = mask._replace(padding=False) if mask.causal else mask

@@ -296,6 +296,7 @@ def deepseek_v3(size: Size) -> ModelConfig:
     first = dict(moe=None, mlp_hidden_size=size.dense_ffn)
     return replace(llama(size), family="deepseek_v3", first=(first,) * size.dense).with_layer(
         layernorm_epsilon=1e-6,
+        latent_norm_epsilon=1e-6,
         enable_rotary_pos_emb=False,  # which is for other attentions
         rotary_pos_emb_group_method="consecutive",
         rotary_pos_emb_scaling=YarnScaling(),

@@ -264,7 +264,6 @@ ROPE = dict(rope_type="yarn", factor=8.0, mscale=1.0, mscale_all_dim=1.0, origin
 OF_DEEPSEEK = {
     "mscale is 0.707; te_jax reads mscale_all_dim, 1.0": dict(rope_parameters=ROPE | dict(mscale=0.707)),
     "mscale_all_dim is 0.0; pass more": dict(rope_parameters=ROPE | dict(mscale=0.0, mscale_all_dim=0.0)),
-    "rms_norm_eps is 1e-05; pass 1e-06": dict(rms_norm_eps=1e-5),
     "rope_type is 'linear'; pass one of 'default', 'yarn'": dict(rope_parameters=dict(rope_type="linear", factor=2.0)),
     "truncate is False; pass True": dict(rope_parameters=ROPE | dict(truncate=False)),
     "num_experts_per_tok is 2; a group is chosen by its 2 best": dict(num_experts_per_tok=2),

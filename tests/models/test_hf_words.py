@@ -196,7 +196,7 @@ OTHERS = {  # what would be another function, and was once read past
     "deepseek_v3": (
         *(dict(num_key_value_heads=64), dict(head_dim=32), dict(qk_head_dim=32), dict(qk_rope_head_dim=3)),
         *(dict(n_group=7), dict(topk_group=9), dict(num_experts_per_tok=6), dict(first_k_dense_replace=10**6)),
-        *(dict(scoring_func="softmax"), dict(moe_layer_freq=2), dict(rms_norm_eps=1e-5), dict(attention_bias=True)),
+        *(dict(scoring_func="softmax"), dict(moe_layer_freq=2), dict(attention_bias=True)),
     ),
     "gpt2": (
         dict(activation_function="mish"),
