@@ -121,7 +121,7 @@ FIELDS: dict[str, Kind] = {
     **_each(_POSITIVE, "hidden_size mlp_hidden_size intermediate_dim"),
     **_each(_POSITIVE, "low_rank_adaptation_dim max_segments_per_seq max_distance"),
     **_each(_POSITIVE, "num_experts num_experts_per_tok num_groups"),
-    **_each(NONE | _POSITIVE, "group_topk linear_num_key_heads gate_rank"),
+    **_each(NONE | _POSITIVE, "group_topk linear_num_key_heads gate_rank latent_size"),
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),

@@ -20,7 +20,7 @@ from te_jax.flax._common import (
 from te_jax.flax._field_rules import activations_take_their_params
 from te_jax.flax._fields import Module, check_call, norm_type, shared_fields, warn_unused
 from te_jax.flax._state import describe, expert_metas, is_lifted, not_passed_on, recipe_of
-from te_jax.flax.dense import norm_options
+from te_jax.flax.dense import DenseGeneral, norm_options
 from te_jax.flax.kernels import expert_operand
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import norm_parameters
@@ -125,6 +125,8 @@ class MoEBlock(Module):
     use_expert_bias:   experts are chosen with a bias, `expert_bias` f32[E] in a collection `expert_bias` of its own,
                        which no optimizer sees. The gradient of that collection is the counts of tokens, by which the
                        loads are evened out (`TrainState`, or `update_expert_bias`).
+    latent_size:       L: experts compute with L channels of a token, which `latent_down` makes of its H; `latent_up`
+                       makes H of their sum, as in Nemotron 3. The router and shared experts read all H. None: L is H.
     shared_expert_gate: a sigmoid for each token multiplies what shared experts give, as in Qwen 2.
     router_bias:       logits of the router have a bias.
     weights_before_experts: an expert gets the token times its weight, instead of the result; for one expert of a
@@ -135,9 +137,10 @@ class MoEBlock(Module):
 
     Parameters: `gate_kernel` [H, E], `gate_bias` [E] with router_bias, `shared_gate_kernel` [H, 1] with
     shared_expert_gate; `wi_0` and, of gated activations, `wi_1` [E, H, F]; `wo` [E, F, H]; with use_bias `wi_0_bias`,
-    `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias` [H] with enable_layernorm. FP8 state: `*_0_*` belongs to
-    wi, `*_1_*` to wo, with an axis of experts in front but for `x_0_*` and `grad_1_*`. Sown into `intermediates` where
-    it is mutable: `tokens_per_expert` and `dropped`, i32[E].
+    `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias` [H] with enable_layernorm. With latent_size, wi, wo and
+    wo_bias have L for H, and there are `latent_down/kernel` [H, L] and `latent_up/kernel` [L, H]. FP8 state: `*_0_*`
+    belongs to wi, `*_1_*` to wo, with an axis of experts in front but for `x_0_*` and `grad_1_*`. Sown into
+    `intermediates` where it is mutable: `tokens_per_expert` and `dropped`, i32[E].
     """
 
     num_experts: int = 8
@@ -184,6 +187,7 @@ class MoEBlock(Module):
     router_bias: bool = False
     weights_before_experts: bool = False
     shared_expert_gate: bool = False
+    latent_size: int | None = None
 
     if not TYPE_CHECKING:  # as `Module` says
         rules = (
@@ -212,13 +216,18 @@ class MoEBlock(Module):
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, gate, wi, wo = self._parameters(inputs.shape[-1])
         h, of_norm = inputs, {}
-        if norm is not None and self.num_shared_experts:
+        if norm is not None and (self.num_shared_experts or self.latent_size):
             of_op = dict(kind=norm_type(self.layernorm_type), zero_centered=self.zero_centered_gamma, eps=self.epsilon)
             h, through = norm_and_input(inputs, *norm, **of_op, name=describe(self))
             residual = through if split_residual(residual)[0] else residual
         elif norm is not None:
             of_norm = dict(gamma=norm[0], beta=norm[1], **norm_options(self))
-        y, aux = self._experts(h, gate, wi, wo, residual, of_norm)
+        if self.latent_size is None:
+            y, aux = self._experts(h, gate, wi, wo, residual=residual, **of_norm)
+        else:
+            y, aux = self._experts(self._latent("latent_down", self.latent_size)(h), gate, wi, wo, router_input=h)
+            own, added = split_residual(residual)
+            y = self._latent("latent_up", h.shape[-1])(y, residual=inputs if own else added)
         self._sow(aux, deterministic)
         if self.num_shared_experts:
             y = self._with_shared(h, y, deterministic)
@@ -229,7 +238,13 @@ class MoEBlock(Module):
         of_call = self.capacity_factor, self.per_sequence_loss, self.exchange, self.weights_before_experts
         return MoEOptions(router_of(self), self.activations, params, *of_call)
 
-    def _experts(self, h, gate, wi, wo, residual, of_norm):
+    def _latent(self, name: str, features: int) -> DenseGeneral:
+        """A projection to or from the channels that experts compute with."""
+        axes = self.gate_axes if name == "latent_down" else self.gate_axes[::-1]
+        own = dict(features=features, use_bias=False, kernel_axes=axes)
+        return DenseGeneral(**shared_fields(self, DenseGeneral) | own, name=name)
+
+    def _experts(self, h, gate, wi, wo, **more):
         """gate: the kernel and the bias of the router."""
         check_current_mesh_resource()
         metas = expert_metas(self, self.num_experts)
@@ -243,14 +258,13 @@ class MoEBlock(Module):
             gate_bias=gate[1],
             options=self._options(),
             expert_bias=self._bias(),
-            residual=residual,
             recipe=recipe_of(self),
             metas=metas,
             checkpoint=self.quantization_checkpoint_name,
             middle_name=self.ffn1_ckpt_name,
             token_spec=resolve_logical_axes(self.layernorm_input_axes, h.shape),
             name=describe(self),
-            **of_norm,
+            **more,
         )
 
     def _bias(self):
@@ -335,6 +349,7 @@ class MoEBlock(Module):
 
         norm = norm_parameters(self, width, self.ln_bias_init, self.ln_bias_axes) if self.enable_layernorm else None
         gate = parameter(self, "gate_kernel", each, self.gate_axes, (width, experts))
+        width = self.latent_size or width
         wi = [parameter(self, f"wi_{i}", stacked, self.kernel_axes_1, (experts, width, hidden)) for i in slots]
         wo = parameter(self, "wo", stacked, self.kernel_axes_2, (experts, hidden, width))
         wi_bias = wo_bias = None

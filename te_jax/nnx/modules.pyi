@@ -255,6 +255,7 @@ class MoEBlock(Layer):
         router_bias: bool = False,
         weights_before_experts: bool = False,
         shared_expert_gate: bool = False,
+        latent_size: int | None = None,
         *,
         rngs: nnx.Rngs,
     ) -> None: ...

@@ -22,7 +22,7 @@ from te_jax import recipe
 from te_jax.checkpoint_policies import GEMM, KERNEL, QUANTIZED, save
 from te_jax.layers import MoEOptions, quantize_experts
 from te_jax.nnx.convert import collections_of
-from te_jax.ops.router import RouterOptions, updated_expert_bias
+from te_jax.ops.router import RouterOptions, route, updated_expert_bias
 from te_jax.optim import master_weights
 from te_jax.state import fp8
 
@@ -261,6 +261,42 @@ def test_layer_is_attention_and_block(rng):
     layered = lambda params, x: layer.apply({"params": params}, x, deterministic=True)
     got, want = jax.jit(lambda *a: [f(*a) for f in (layered, composed)])(params, x)
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5 * np.abs(want).max())
+
+
+def test_experts_of_a_latent(rng):
+    """Their tokens are projected down before them and up behind, next to shared experts and a router of whole tokens;
+    values and gradients with a norm and the residual connection, in FP8 and NNX too."""
+    x, fields = states.data(rng, B, S, H), dict(num_shared_experts=1, score_function="sqrt_softplus", latent_size=16)
+    fields |= dict(enable_layernorm=True, layernorm_type="rmsnorm")
+    block, norm = te_flax.MoEBlock(E, K, F, **fields), te_flax.LayerNorm(layernorm_type="rmsnorm")
+    mlp = te_flax.LayerNormMLP(F, activations=("silu", "linear"), enable_layernorm=False)
+    model = quick_nnx(lambda: te_nnx.MoEBlock(H, E, K, F, **fields, rngs=nnx.Rngs(0)))
+    params = te_nnx.to_linen(model)["params"]
+    assert [params[f"latent_{way}"]["kernel"].shape for way in ("down", "up")] == [(H, 16), (16, H)]
+
+    def composed(params, x):
+        h = norm.apply({"params": {"scale": params["scale"]}}, x)
+        dot = partial(jnp.einsum, precision="highest")
+        routing = route(dot("bsh,he->bse", h, params["gate_kernel"]), RouterOptions(K, "sqrt_softplus"))
+        z = dot("bsh,hl->bsl", h, params["latent_down"]["kernel"])
+        slots = [dot("bsl,elf->bsef", z, params[f"wi_{i}"]) for i in (0, 1)]
+        each = dot("bsef,efl->bsel", jax.nn.silu(slots[0]) * slots[1], params["wo"])
+        weights = jnp.sum(jax.nn.one_hot(routing.experts, E) * routing.weights[..., None], -2)
+        y = dot("bsel,bse,lh->bsh", each, weights, params["latent_up"]["kernel"])
+        return x + y + mlp.apply({"params": params["shared_experts"]}, h, True)[0]
+
+    own = lambda params, x: block.apply({"params": params}, x, residual=True)
+    both = lambda run: jax.value_and_grad(lambda params, x: (jnp.mean((y := run(params, x)) ** 2), y), (0, 1), True)
+    got, want = jax.jit(lambda *a: [both(run)(*a) for run in (own, composed)])(params, x)
+    # Sums of up to 48 products in another order, five times in a row.
+    close = lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5 * np.abs(b).max())
+    jax.tree.map(close, got, want)
+    states.assert_equal(nnx.jit(lambda model, x: model(x, residual=True))(model, x), jax.jit(own)(params, x))
+    with te.autocast(True, recipe.Float8CurrentScaling()):
+        in_fp8 = jax.jit(own)(params, x)
+    exact = want[0][1]
+    # Operands of 3 bits are off by 2**-4 at most, those of five products in a row by less than the sum of these.
+    assert 0 < np.abs(in_fp8 - exact).max() < 5 * 2.0**-4 * np.abs(exact - x).max()
 
 
 # -- NNX -------------------------------------------------------------------------------------------------------------

@@ -211,6 +211,7 @@ MEANINGS = {
     "scaling_factor": "Multiplies the weights of a token at the end",
     "num_groups": "The number of groups of neighbouring experts, such as those of one node",
     "group_topk": "How many groups the experts of a token may be in. None is all",
+    "latent_size": "L, the channels that experts compute with, projected from a token's. None: all of a token's",
     "num_shared_experts": "n: all tokens also go to an MLP of width n F",
     "capacity_factor": "An expert takes at most ceil(capacity_factor T k / E) of T tokens, and the others are "
     "dropped. None drops no token",

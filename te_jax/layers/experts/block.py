@@ -113,6 +113,7 @@ def moe(
     *,
     options: MoEOptions,
     gate_bias: jax.Array | None = None,
+    router_input: jax.Array | None = None,
     expert_bias: jax.Array | None = None,
     gamma: jax.Array | None = None,
     beta: jax.Array | None = None,
@@ -133,6 +134,7 @@ def moe(
     x:           f32, bf16 or f16 [*B, H]; its T tokens are one batch for the capacity and the losses.
     gate_kernel: [H, E], cast to x's type; the logits h . gate_kernel + gate_bias are f32. gate_bias: [E], of any
                  floating type; None is 0.
+    router_input: f32, bf16 or f16 [*B, G], what the router reads instead of h; gate_kernel is [G, E] then.
     wi:          a tuple of A arrays [E, H, F], one for each of `options.activations` in the order of
                  `te_jax.ops.activation.slots`, as (wi_0, wi_1) of gated ones; an array where A is 1. Quantized from
                  their own type; without a recipe cast to x's. Or what `quantize_experts` makes of them. Or
@@ -175,11 +177,11 @@ def moe(
     that do not match.
     """
     x, gate_kernel, gate_bias, gamma, beta = as_jax(x, gate_kernel, gate_bias, gamma, beta)
-    expert_bias, residual = as_jax(expert_bias, residual)
+    expert_bias, residual, router_input = as_jax(expert_bias, residual, router_input)
     wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
     wi_bias = as_jax(*wi_bias) if isinstance(wi_bias, tuple | list) else None if wi_bias is None else as_jax(wi_bias)
     (wo_bias,) = as_jax(wo_bias)
-    _check_mixture(name, x, (gate_kernel, gate_bias), wi, wo, wi_bias, wo_bias, options)
+    _check_mixture(name, x, (gate_kernel, gate_bias, router_input), wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
     experts, block = gate_kernel.shape[-1], hidden_block((*wi, *wo), recipe)
     placement = find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)
@@ -190,7 +192,8 @@ def moe(
     of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
     h, x = _norm_first(x, gamma, beta, through, of_norm)
     batch = _axes_of_batch(h)
-    routing, aux = _routing(h, gate_kernel, gate_bias, expert_bias, options, batch)
+    read = h if router_input is None else router_input
+    routing, aux = _routing(read, gate_kernel, gate_bias, expert_bias, options, batch)
     weights = routing.weights
     if options.weights_first:  # a token has one expert, which multiplies its inputs
         h, weights = (h.astype(jnp.float32) * weights).astype(h.dtype), jnp.ones_like(weights)
@@ -217,8 +220,8 @@ def _norm_first(x, gamma, beta, through: bool, of_norm: dict[str, Any]):
 
 def _check_mixture(name, x, gate, wi, wo, wi_bias, wo_bias, options):
     """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts. gate: the kernel
-    and the bias of the router."""
-    gate_kernel, gate_bias = gate
+    and the bias of the router, and what it reads; None: x."""
+    gate_kernel, gate_bias, router_input = gate
     check(name, "options", options, OPTIONS)
     first, (second, *more) = arrays_of(wi), arrays_of(wo)
     check(name, "x", x, FLOAT)
@@ -234,7 +237,8 @@ def _check_mixture(name, x, gate, wi, wo, wi_bias, wo_bias, options):
     routed = experts * devices_inside_shard_map()  # gate_kernel has the experts of all devices
     if wi_bias is not None and len(wi_bias) != count:
         raise ValueError(f"{name}: wi_bias is {len(wi_bias)} arrays; pass {count}, one for each of wi.")
-    shapes = [("gate_kernel", gate_kernel, (width, routed)), ("wo", second, (experts, hidden, width))]
+    of_router = width if router_input is None else _router_width(name, router_input, x)
+    shapes = [("gate_kernel", gate_kernel, (of_router, routed)), ("wo", second, (experts, hidden, width))]
     shapes += [("wi_bias", bias, (experts, hidden)) for bias in wi_bias or ()]
     shapes += [] if gate_bias is None else [("gate_bias", gate_bias, (routed,))]
     shapes += [] if wo_bias is None else [("wo_bias", wo_bias, (experts, width))]
@@ -245,6 +249,16 @@ def _check_mixture(name, x, gate, wi, wo, wi_bias, wo_bias, options):
     if x.ndim < 2 or x.shape[-1] != width:
         raise ValueError(f"{name}: x has the shape {x.shape}, but wi {first[0].shape}; pass [..., T, {width}].")
     options.router.check_experts(routed)
+
+
+def _router_width(name, router_input, x) -> int:
+    """G. Raises ValueError or TypeError unless the router reads a token for each of x."""
+    check(name, "router_input", router_input, FLOAT)
+    if router_input.shape[:-1] != x.shape[:-1]:
+        raise ValueError(
+            f"{name}: router_input has the shape {router_input.shape}, but x {x.shape}; pass {(*x.shape[:-1], 'G')}."
+        )
+    return router_input.shape[-1]
 
 
 def _check_recipe(name, recipe, metas, options):
