@@ -6,7 +6,7 @@ from typing import Any
 
 from te_jax.core.check import BOOL, NONE, RATE, STRING, Kind, integer, number
 from te_jax.hf import rules
-from te_jax.hf.experts import CHOSEN_BY_SIGMOIDS, GROUPS_FIT, bias_rule
+from te_jax.hf.experts import CHOSEN_BY_SIGMOIDS, GROUPS_FIT, bias_rule, expert_word
 from te_jax.hf.family import (
     DECODER,
     GROUPS,
@@ -144,7 +144,7 @@ _OF_NEMOTRON = words_of(
         theirs=_shared_width_of,
     ),
     fixed("n_shared_experts", 1),  # some programs multiply the width by it
-    fixed("moe_latent_size", None),
+    expert_word("moe_latent_size", "latent_size", None, kind=NONE | SIZE),
     replace(TIME_STEP_LIMIT, also=("mamba_dt_limit",)),
     *(
         unused(name, number(), default, (f"mamba_dt_{old}",))
@@ -221,6 +221,9 @@ def _nemotron_rules(c: ModelConfig) -> list[TensorRule]:
     if "moe" in _kinds_of(c):
         shared = (f"{experts}/shared_experts", (f"{name}.shared_experts.up_proj",), f"{name}.shared_experts.down_proj")
         made["moe"] += rules.expert_rules(experts, name, ("up_proj", "down_proj"), c.layer["moe"]["num_experts"], stack)
+        if c.layer["moe"].get("latent_size"):
+            for ours, theirs in (("latent_down", "fc1_latent_proj"), ("latent_up", "fc2_latent_proj")):
+                made["moe"] += rules.dense_rules(f"{experts}/{ours}", f"{name}.{theirs}", False, stack)
         made["moe"] += [*rules.mlp_rules(*shared, False, stack), bias_rule(experts, f"{name}.gate", stack)]
     return [
         *tables(c, "backbone.embeddings.weight"),

@@ -250,7 +250,7 @@ _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma", "router_bias", "weights_before_experts"),
-    "shared_expert_gate",
+    *("shared_expert_gate", "latent_size"),
 )
 _OF_ROUTERS = ("topk", "score_function", "normalizes", "scores_first", "scaling_factor", "num_groups")
 _OF_SSM = (

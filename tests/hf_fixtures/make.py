@@ -140,7 +140,7 @@ MODELS = {
         )
     ),
     "nemotron-h": lambda: hf.NemotronHForCausalLM(hf.NemotronHConfig(**_LLAMA | _NEMOTRON)),
-    # With experts in groups, as many keys as queries, and biases of the projections of Mamba-2.
+    # With experts of a latent, in groups, as many keys as queries, and biases of the projections of Mamba-2.
     "nemotron-3": lambda: hf.NemotronHForCausalLM(
         hf.NemotronHConfig(
             **_LLAMA
@@ -148,7 +148,7 @@ MODELS = {
             | dict(layers_block_type=["linear_attention", "moe", "full_attention", "moe", "linear_attention"])
             | dict(num_key_value_heads=4, use_bias=True, use_conv_bias=False, conv_kernel=3, n_groups=1)
             | dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
-            | dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=40)
+            | dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=40, moe_latent_size=24)
         )
     ),
     "qwen3-next": lambda: hf.Qwen3NextForCausalLM(

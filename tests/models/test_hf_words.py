@@ -181,7 +181,7 @@ OF_NEMOTRON = (
     *(dict(layers_block_type=["mlp"], hybrid_override_pattern="M"), dict(num_hidden_layers=5)),
     *(dict(n_groups=3), dict(mamba_num_heads=3), dict(conv_kernel=5), dict(num_key_value_heads=5), dict(n_group=3)),
     *(dict(n_group=4, topk_group=2), dict(num_experts_per_tok=9), dict(topk_group=2), dict(n_shared_experts=2)),
-    *(dict(moe_latent_size=1024), dict(moe_shared_expert_intermediate_size=7000), dict(tie_word_embeddings=True)),
+    *(dict(moe_latent_size=0), dict(moe_shared_expert_intermediate_size=7000), dict(tie_word_embeddings=True)),
     *(dict(mlp_hidden_act="silu"), dict(mamba_hidden_act="gelu"), dict(mlp_bias=True), dict(attention_bias=True)),
     *(dict(residual_in_fp32=True), dict(time_step_limit=[1, 0.5]), dict(sliding_window=8)),
 )
