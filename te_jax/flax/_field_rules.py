@@ -79,7 +79,7 @@ _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_hea
 _NOT_LATENT = (
     "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
     "enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale attention_chunk_size "
-    "attn_temperature attn_output_gate"
+    "attn_temperature attn_output_gate v_norm_eps keys_as_values"
 ).split()
 
 

@@ -135,7 +135,7 @@ FIELDS: dict[str, Kind] = {
     **_each(RATE, "attention_dropout hidden_dropout intermediate_dropout intermediate_dropout_rate drop_path"),
     **_each(NONE | number(), "low_rank_adaptation_alpha scale_factor"),
     **_each(NONE | RATE, "cross_drop_path"),
-    **_each(NONE | number(above=0), "depth_scaling capacity_factor attn_logit_scale latent_norm_epsilon"),
+    **_each(NONE | number(above=0), "depth_scaling capacity_factor attn_logit_scale latent_norm_epsilon v_norm_eps"),
     **_each(number(), "scaling_factor"),
     **_each(number(least=0), "aux_loss_coeff z_loss_coeff"),
     **_each(tuple_of(integer(-3, 2)), "hidden_dropout_dims intermediate_dropout_dims"),
@@ -157,7 +157,7 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias weights_before_experts shared_expert_gate"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
-    **_each(BOOL, "allow_neg_eigval attn_output_gate latent_rotary"),
+    **_each(BOOL, "allow_neg_eigval attn_output_gate latent_rotary keys_as_values"),
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names

@@ -39,6 +39,7 @@ from te_jax.sharding.logical_axes import gathered_axes
 
 _COUNTS_OF_HEADS = "ssm_num_heads", "linear_num_value_heads", "num_attention_heads"  # fields that devices must divide
 QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
+QUERY_KEY = ("query", "key")  # whose keys are values too
 _GATE = "gate"  # the projection of attn_output_gate
 
 
@@ -64,8 +65,9 @@ def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
     Raises ValueError for parameters of another configuration, naming both.
     """
     self_attention = inputs_kv is None
-    fusable = module.fuse_qkv_params and groups_of(module) == module.num_attention_heads
-    due = QUERY_KEY_VALUE if not module.fuse_qkv_params else QKV if self_attention and fusable else QUERY_KV
+    fusable = module.fuse_qkv_params and groups_of(module) == module.num_attention_heads and not module.keys_as_values
+    fused = QKV if self_attention and fusable else QUERY_KV
+    due = QUERY_KEY if module.keys_as_values else fused if module.fuse_qkv_params else QUERY_KEY_VALUE
     held = tuple(name for name in ("qkv", *QUERY_KEY_VALUE, "kv") if module.has_variable("params", name))
     if module.is_initializing() or not held:
         return due
@@ -81,9 +83,9 @@ def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
     kind = "self-attention" if self_attention else "cross-attention"
     raise ValueError(
         f"{describe(module)}: the parameters hold {held}, but {kind} with "
-        f"fuse_qkv_params={module.fuse_qkv_params}, num_attention_heads={module.num_attention_heads}, "
-        f"num_gqa_groups={groups_of(module)} reads {due}. Pass inputs_kv=None for self-attention, or the "
-        "fields that the parameters were made with."
+        f"fuse_qkv_params={module.fuse_qkv_params}, keys_as_values={module.keys_as_values}, "
+        f"num_attention_heads={module.num_attention_heads}, num_gqa_groups={groups_of(module)} reads {due}. "
+        "Pass inputs_kv=None for self-attention, or the fields that the parameters were made with."
     )
 
 
@@ -96,7 +98,8 @@ def project(module: nn.Module, names, inputs_q, inputs_kv, norm_output: bool, re
     fields = {name: each[name] for name in (*names, *((_GATE,) if module.attn_output_gate else ()))}
     products, normed, through = project_normed(module, fields, inputs_q, inputs_kv, norm_output, residual)
     arrays = tuple(by_heads(module, name, x, module.head_dim) for name, x in zip(fields, products))
-    return Projected(arrays[: len(names)], normed, through, arrays[-1] if module.attn_output_gate else None)
+    arrays, gate = (arrays[:-1], arrays[-1]) if module.attn_output_gate else (arrays, None)
+    return Projected((*arrays, arrays[1]) if names == QUERY_KEY else arrays, normed, through, gate)
 
 
 def project_normed(module: nn.Module, fields: dict[str, dict], inputs_q, inputs_kv, norm_output: bool, residual: bool):

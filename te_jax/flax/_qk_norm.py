@@ -1,5 +1,5 @@
 """The norms of queries and keys over the channels of each head (Dehghani et al. 2023, https://arxiv.org/abs/2302.05442),
-or of all heads."""
+or of all heads; and that of values."""
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,16 @@ def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[j
     query, key, value = split_joined(*arrays)
     each = _normalize_across_heads if module.qk_norm_across_heads else _normalize_over_channels
     return each(module, "q_norm", query), each(module, "k_norm", key), value
+
+
+def normalize_values(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+    """`Projected.arrays` as (query, key, value) with values over the root of their mean square; `arrays` as they are
+    where `module.v_norm_eps` is None."""
+    if module.v_norm_eps is None:
+        return arrays
+    query, key, value = split_joined(*arrays)
+    ones, name = jnp.ones(value.shape[-1], jnp.float32), f"{describe(module)} v_norm"
+    return query, key, layernorm(value, ones, norm="rmsnorm", epsilon=module.v_norm_eps, name=name)
 
 
 def _normalize_across_heads(module: nn.Module, name: str, x: jax.Array) -> jax.Array:

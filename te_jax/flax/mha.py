@@ -14,7 +14,7 @@ from te_jax.flax._context import Context
 from te_jax.flax._field_rules import groups_divide_heads, logits_have_one_scale, qk_norm_fields_fit, rotary_fields_fit
 from te_jax.flax._fields import Module, check_call, shared_fields, warn_unused
 from te_jax.flax._projections import QKV, gate_output, project, project_output, projection_names
-from te_jax.flax._qk_norm import normalize_heads
+from te_jax.flax._qk_norm import normalize_heads, normalize_values
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, mask_of_rows
@@ -65,6 +65,9 @@ class MultiHeadAttention(Module):
                            layers of Llama 4 without RoPE (https://arxiv.org/abs/2501.19399).
     attn_output_gate:      attention's result is multiplied by the sigmoid of one more projection of inputs_q, for each
                            channel of each head, as in Qwen3-Next (https://arxiv.org/abs/2505.06708).
+    v_norm_eps:            values are divided by the root of their mean square over the d channels of each head plus
+                           this, as in Gemma 3n and 4; without parameters. None: no norm.
+    keys_as_values:        one projection gives keys and values, before norms and RoPE, as in layers of Gemma 4.
     Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
     in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
     are older names: the error says the newer name.
@@ -72,8 +75,8 @@ class MultiHeadAttention(Module):
     Parameters, where H and Hk are the widths of inputs_q and inputs_kv:
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
-    `query/...`, `key/kernel`, `value/kernel` [Hk, g*d]; and always `out/kernel` [h*d, H].
-    With attn_output_gate `gate/kernel` [H, h*d], which low-rank adaptation counts to the qkv projections.
+    `query/...`, `key/kernel`, `value/kernel` [Hk, g*d], the last not with keys_as_values; and always `out/kernel`
+    [h*d, H]. With attn_output_gate `gate/kernel` [H, h*d], which low-rank adaptation counts to the qkv projections.
     With use_bias each has a `bias` of the kernel's shape without its first axis.
     With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d], across heads [h*d] and [g*d].
     """
@@ -131,6 +134,8 @@ class MultiHeadAttention(Module):
     attention_chunk_size: int | None = None
     attn_temperature: tuple[float, float] | None = None
     attn_output_gate: bool = False
+    v_norm_eps: float | None = None
+    keys_as_values: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER
@@ -196,6 +201,7 @@ class MultiHeadAttention(Module):
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
         cache = KVCache(self, inputs_q, mask, max_decode_length) if decode else None
         arrays, normed, through, gate = project(self, names, *inputs, norm_output, residual)
+        arrays = normalize_values(self, arrays)
         arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
         by_position = self.attn_temperature is not None or self.attention_chunk_size is not None
         if by_position and inputs[1] is not None:

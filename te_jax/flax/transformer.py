@@ -118,7 +118,7 @@ class TransformerLayer(Module):
                         self-attention is `MultiHeadLatentAttention`, which has RoPE as latent_rotary says, whatever
                         enable_rotary_pos_emb does. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 82.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 84.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
@@ -210,6 +210,8 @@ class TransformerLayer(Module):
     attn_output_gate: bool = False
     latent_rotary: bool = True
     latent_norm_epsilon: float | None = None
+    v_norm_eps: float | None = None
+    keys_as_values: bool = False
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says

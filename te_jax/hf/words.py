@@ -239,7 +239,7 @@ _OF_LAYERS = (
     *("attn_logit_softcap", "post_norms", "apply_residual_connection_post_layernorm", "output_layernorm"),
     *("parallel_attention_mlp", "parallel_shared_layernorm", "enable_rotary_pos_emb", "qk_norm_type"),
     *("attn_logit_scale", "residual_multiplier", "sublayers", "input_layernorm", "mlp_layernorm"),
-    *("attention_chunk_size", "attn_temperature"),
+    *("attention_chunk_size", "attn_temperature", "v_norm_eps", "keys_as_values"),
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = (

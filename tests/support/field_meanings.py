@@ -192,6 +192,8 @@ MEANINGS = {
     "weights_before_experts": "An expert gets the token times its weight, instead of the result",
     "shared_expert_gate": "What shared experts give is multiplied by a sigmoid of the token",
     "router_bias": "Logits of the router have a bias",
+    "v_norm_eps": "Values are over the root of their mean square plus this, in each head, as in Gemma 4. None: no norm",
+    "keys_as_values": "One projection gives keys and values, before norms and RoPE, as in layers of Gemma 4",
     "qk_norm_across_heads": "This norm is over the channels of all heads together, as in OLMo 2",
     "TransformerLayer.input_layernorm": "Puts a norm on the inputs of attention or Mamba2",
     "mlp_layernorm": "Puts a norm on the inputs of the MLP or of experts",
