@@ -96,7 +96,7 @@ PAGES = (
         "Models": ("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder", "unscan"),
         "Generating text": ("generate", "Sampling", "read_prompts", "write_tokens"),
     }),
-    Page("hf", "te_jax.hf", {"": ("load", "save", "read_config", "FAMILIES")}),
+    Page("hf", "te_jax.hf", {"": ("load", "save", "FP8Export", "read_config", "FAMILIES")}),
     Page("optim", "te_jax.optim", {
         "AdamW with moments in FP8": ("adamw_fp8", "scale_by_adam_fp8", "AdamFp8State", "state_sharding"),
         "Masters of weights in FP8": ("master_weights", "beside", "apply_updates", "MasterWeightsState", ...),

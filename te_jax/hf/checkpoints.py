@@ -20,6 +20,7 @@ from te_jax.hf import files
 from te_jax.hf.carried import carry
 from te_jax.hf.family import Family
 from te_jax.hf.filling import as_bits, fill_variables, types_of
+from te_jax.hf.fp8_export import FP8Export, Fp8Part, fp8_part
 from te_jax.hf.mxfp4 import Unpacked, is_mxfp4
 from te_jax.hf.plan import (
     COLLECTIONS,
@@ -33,18 +34,18 @@ from te_jax.hf.plan import (
     initial_call,
     plan_of,
 )
-from te_jax.hf.rules import OF_LINEARS
-from te_jax.hf.scales import Scaled, Scheme, input_scale, read_scheme, scheme_of, tensors_of_kernel, write_scheme
+from te_jax.hf.quantization_config import read_scheme
+from te_jax.hf.scales import Scaled, Scheme
 from te_jax.hf.words import check_words
 from te_jax.layers.parameters import is_kernel
 from te_jax.models import ModelConfig
 from te_jax.models.config import Origin
 from te_jax.models.stack import MODEL, VARIABLES, Model
-from te_jax.ops.formats import TENSOR
 from te_jax.recipe import Recipe
 from te_jax.state import fp8 as fp8_state
 
 _FOLDER = Kind("the path of a folder", lambda value: isinstance(value, str | os.PathLike))
+_EXPORT = Kind("a te_jax.hf.FP8Export", lambda value: isinstance(value, FP8Export))
 _SHARDINGS = Kind("a tree of shardings like the parameters", lambda value: isinstance(value, Mapping))
 _SHARDING = Kind("a jax.sharding.Sharding", lambda value: isinstance(value, jax.sharding.Sharding))
 _PARAMETER = Kind(
@@ -100,9 +101,10 @@ def load(
     The families are in `te_jax.hf.FAMILIES`. All names, shapes and types are checked before anything is read. Then
     parameters are filled in place, one layer's part at a time, so that next to the model one layer is in memory.
 
-    Checkpoints may have weights in FP8 (`quantization_config` with the quant_method "fp8"), with scales of blocks of
-    128 x 128 or one each. Such weights are dequantized: weight * scale in f32, rounded to the parameter's dtype. Scales
-    of inputs are not read. Weights in MXFP4 (the quant_method "mxfp4", as gpt-oss) become bf16, which has their values.
+    Checkpoints may have weights in FP8 (`quantization_config` with the quant_method "fp8", or "compressed-tensors" of
+    the format "float-quantized"), with scales of blocks of 128 x 128, of output channels or one each. Such weights are
+    dequantized: weight * scale in f32, rounded to the parameter's dtype. Scales of inputs are not read. Weights in
+    MXFP4 (the quant_method "mxfp4", as gpt-oss) become bf16, which has their values.
 
     dtype:         of parameters; None: as they are stored, bit for bit, and bf16 of what is stored in FP8 or MXFP4.
     compute_dtype: of activations; None: the embedding's.
@@ -233,7 +235,14 @@ def _same_bits(a: np.ndarray, b: np.ndarray) -> bool:
 # -- save -------------------------------------------------------------------------------------------------------
 
 
-def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_file_bytes: int = 5 * 10**9) -> None:
+def save(
+    folder: str | Path,
+    model: Model,
+    variables: Mapping[str, Any],
+    *,
+    max_file_bytes: int = 5 * 10**9,
+    fp8: FP8Export | None = None,
+) -> None:
     """Writes a checkpoint that `load`, and Hugging Face's transformers, read: config.json and safetensors.
 
     Where `load` read the model (`ModelConfig.origin`), the config.json has all words of the one that was read. Words
@@ -249,25 +258,27 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
                blocks of 128 x 128 as DeepSeek-V3 has them, with one scale as inference servers read them. The latter
                have the scales of inputs too where variables have the state of `DelayedScaling`, `fp8_metas`.
     max_file_bytes: larger checkpoints become several files with an index.
+    fp8:       how weights of linear layers become FP8; None: none does. `variables` have `fp8_metas` where it has
+               static activations.
 
     Raises ValueError for a model of no family (`ModelConfig.family`), for parameters of other names or shapes than the
     model has, for a parameter that the family has none of and that is not 0, for one in FP8 that is no weight of a
-    linear layer or that has scales of another form, for inputs that `fp8_metas` has never seen, naming it, for what
-    config.json has no word for, and, naming the file, for one that can not be written; FileExistsError where the folder
-    has a checkpoint; TypeError for what is no model of te_jax.models, and for parameters that are no arrays.
+    linear layer or that has scales of another form, or next to `fp8`, for inputs that `fp8_metas` lacks or has never
+    seen, naming it, for a weight that `fp8` has no form for, for what config.json has no word for, and,
+    naming the file, for one that can not be written; FileExistsError where the folder has a checkpoint; TypeError for
+    what is no model of te_jax.models, and for parameters that are no arrays.
     """
     name = "te_jax.hf.save"
     check(name, "folder", folder, _FOLDER)
     check(name, "model", model, MODEL)
     check(name, "variables", variables, VARIABLES)
     check(name, "max_file_bytes", max_file_bytes, integer(1))
+    check(name, "fp8", fp8, NONE | _EXPORT)
     folder, plan = Path(folder), plan_of(model)
     held = nn.meta.unbox({name: variables[name] for name in COLLECTIONS if name in variables})
     params = flatten_dict(held, sep="/")
     _check_parameters(plan, params)
-    kernels = {path: q for path, q in params.items() if is_kernel(q)}
-    scheme = scheme_of(kernels)
-    _check_kernels(plan, kernels)
+    part = fp8_part(plan, params, variables.get("fp8_metas"), fp8)
     dtype = params["params/embedding"].dtype.name
     architecture = dict(
         model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
@@ -276,17 +287,12 @@ def save(folder: str | Path, model: Model, variables: Mapping[str, Any], *, max_
     for word in ("quantization_config", "auto_map"):  # of the files that it was read from: their types, their code
         written.pop(word, None)
     check_words(plan.family.name, model.config, plan.family.read(written))
-    inputs = {}
-    if scheme is not None:
-        inputs = {} if scheme.block else _input_scales(plan, kernels, variables.get("fp8_metas"))
-        steps = (step for step in plan.steps if step.rule.form in OF_LINEARS and step.ours[0] not in kernels)
-        unquantized = [name for step in steps for name in step.theirs if name.endswith(".weight")]
-        written["quantization_config"] = write_scheme(scheme, bool(inputs), unquantized)
+    if part is not None:
+        written["quantization_config"] = part.config(plan)
     for there in (folder / files.ONE, folder / files.INDEX):
         if there.exists():
             raise FileExistsError(f"te_jax.hf.save: there is {there}; give another folder.")
-    sizes = dict(_sizes(plan, params, scheme, inputs))
-    files.write(folder, sizes, _tensors(plan, params, scheme, inputs), max_file_bytes)
+    files.write(folder, dict(_sizes(plan, params, part)), _tensors(plan, params, part), max_file_bytes)
     files.write_json(folder / files.CONFIG, written)
     carry(model.config.origin, folder)
 
@@ -307,53 +313,25 @@ def _check_parameters(plan: Conversion, params: Mapping[str, Any]):
             raise ValueError(f"te_jax.hf.save: {path} is not 0, but a {family} has no such tensor; set it 0.")
 
 
-def _check_kernels(plan: Conversion, kernels: Mapping[str, Any]):
-    for step in plan.steps:
-        for path in kernels.keys() & set(step.ours):
-            if step.rule.form not in OF_LINEARS:
-                raise ValueError(
-                    f"te_jax.hf.save: {path} is in FP8, but the tensors of a {plan.family.name} that it becomes have "
-                    "no scales of their own; pass te_jax.flax.dequantize_params of it."
-                )
-
-
-def _input_scales(plan: Conversion, kernels, state) -> dict[str, np.ndarray]:
-    """The scales of inputs by the names of their tensors; {} without state."""
-    if state is None:
-        return {}
-    state, made = flatten_dict(state, sep="/"), {}
-    for step in plan.steps:
-        if step.ours[0] in kernels:
-            names = (Scheme(TENSOR).unread_of(name) for name in step.theirs)
-            made |= zip(names, input_scale(state, step.ours[0], step.index, len(step.theirs)))
-    return made
-
-
-def _sizes(plan: Conversion, params, scheme: Scheme | None, inputs) -> Iterator[tuple[str, int]]:
+def _sizes(plan: Conversion, params, part: Fp8Part | None) -> Iterator[tuple[str, int]]:
     """The bytes of each tensor, in the order of `_tensors`."""
     for step in plan.steps:
-        in_fp8 = is_kernel(params[step.ours[0]])
+        first = step.ours[0]
         for name, shape in zip(step.theirs, plan.tensor_shapes(step)):
-            yield name, math.prod(shape) * (1 if in_fp8 else params[step.ours[0]].dtype.itemsize)
-            if in_fp8:
-                yield scheme.scale_of(name), 4 * math.prod(scheme.scale_shape(shape))
-            if in_fp8 and inputs:
-                yield scheme.unread_of(name), 4
+            if part is not None and first in part.paths:
+                yield from part.sizes(name, shape)
+            else:
+                yield name, math.prod(shape) * params[first].dtype.itemsize
 
 
-def _tensors(plan: Conversion, params, scheme: Scheme | None, inputs) -> Iterator[tuple[str, np.ndarray]]:
+def _tensors(plan: Conversion, params, part: Fp8Part | None) -> Iterator[tuple[str, np.ndarray]]:
     """The tensors in the order of the plan, each layer's when its turn comes."""
-    on_host = lambda a, dtype: np.asarray(jax.device_get(a), order="C").view(dtype)
     for step in plan.steps:
         of_layer = lambda a, i=step.index: as_bits(a) if i is None else as_bits(a)[i]
-        first, *_ = of_step = [params[path] for path in step.ours]
-        bits = jax.tree.map(of_layer, of_step)
-        if not is_kernel(first):
-            for name, a in zip(step.theirs, step.rule.form.theirs(*bits)):
-                yield name, on_host(a, first.dtype)
+        of_step = [params[path] for path in step.ours]
+        bits, dtype = jax.tree.map(of_layer, of_step), of_step[0].dtype
+        if part is not None and step.ours[0] in part.paths:
+            yield from part.tensors(step, *bits, dtype)
             continue
-        for name, tensor in zip(step.theirs, tensors_of_kernel(step.rule.form, *bits)):
-            yield name, on_host(tensor.data, jnp.float8_e4m3fn)
-            yield scheme.scale_of(name), on_host(tensor.scale_inv, np.float32)
-            if inputs:
-                yield scheme.unread_of(name), inputs[scheme.unread_of(name)]
+        for name, a in zip(step.theirs, step.rule.form.theirs(*bits)):
+            yield name, np.asarray(jax.device_get(a), order="C").view(dtype)

@@ -1,24 +1,21 @@
-"""Weights in FP8 as checkpoints have them: with scales of blocks of 128 x 128, or one for a tensor."""
+"""Weights in FP8 as checkpoints have them: with scales of blocks of 128 x 128, of rows, or one for a tensor."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.core.check import show
-from te_jax.hf.mxfp4 import is_mxfp4
 from te_jax.hf.rules import OF_LINEARS, Recast
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.weight import swap_axes
 from te_jax.ops.formats import SQUARES_128, TENSOR, ScaleFormat, transpose
 
 # The leaf of the state by which the input of a parameter's product is scaled.
-_INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_kernel": "x_1", "wo": "x_1"}
+INPUTS = {"kernel": "x", "wi_kernel": "x_0", "wi_0": "x_0", "wi_1": "x_0", "wo_kernel": "x_1", "wo": "x_1"}
 
 
 class Scheme(NamedTuple):
@@ -28,9 +25,14 @@ class Scheme(NamedTuple):
             (https://github.com/deepseek-ai/DeepSeek-V3/blob/main/README_WEIGHTS.md); TENSOR: `weight_scale` f32 [] and,
             where activations have static scales, `input_scale` f32 [], as inference servers read them. Values are
             weight * scale in either.
+    by_row: of TENSOR: each row of a weight, an output channel, is scaled by itself, by `weight_scale` f32 [out, 1].
+    compressed: the names and shapes are those of the package compressed-tensors: `weight_scale` of blocks, too, and f32
+            [1] instead of f32 [].
     """
 
     format: ScaleFormat
+    by_row: bool = False
+    compressed: bool = False
 
     @property
     def block(self) -> int:
@@ -39,7 +41,7 @@ class Scheme(NamedTuple):
 
     def scale_of(self, name: str) -> str:
         """The name of the scale of weight `name`."""
-        return f"{name}_scale_inv" if self.block else f"{name}_scale"
+        return f"{name}_scale_inv" if self.block and not self.compressed else f"{name}_scale"
 
     def unread_of(self, name: str) -> str:
         """The name of the scale of the inputs of weight `name`."""
@@ -47,7 +49,13 @@ class Scheme(NamedTuple):
 
     def scale_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         """The shape of the scale of a weight of this shape."""
+        if self.by_row:
+            return shape[0], 1
         return tuple(-(-size // self.block) for size in shape) if self.block else ()
+
+    def written_shape(self, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """The shape of the scale in a file, where one number may have an axis."""
+        return self.scale_shape(shape) or ((1,) if self.compressed else ())
 
 
 @partial(jax.tree_util.register_dataclass, data_fields=("data", "scale_inv"), meta_fields=("format",))
@@ -62,28 +70,6 @@ class Scaled:
     def dequantize(self, dtype: Any) -> jax.Array:
         """The values: products in f32, rounded once."""
         return self.format.read(self.data, self.scale_inv, self.data.ndim - 1).astype(dtype)
-
-
-def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
-    """The scheme of a config.json; None without weights in FP8. Raises ValueError for one that te_jax does not read."""
-    said = found.get("quantization_config")
-    if said is None:
-        return None
-    where = f"te_jax.hf: quantization_config of {folder / 'config.json'}"
-    if not isinstance(said, Mapping):
-        raise ValueError(f"{where} is {show(said)}; an object in braces is due.")
-    blocks = said.get("weight_block_size")
-    for key, value, may in (
-        ("quant_method", said.get("quant_method"), ("fp8", "mxfp4")),
-        ("fmt", said.get("fmt", "e4m3"), ("e4m3",)),
-        ("weight_block_size", blocks, (None, [SQUARES_128.block, SQUARES_128.block])),
-        ("activation_scheme", said.get("activation_scheme", "dynamic"), ("dynamic", "static")),
-    ):
-        if value not in may:
-            raise ValueError(f"{where} has {key}={show(value)}; te_jax reads {' or '.join(map(repr, may))}.")
-    if is_mxfp4(found):  # which is dequantized as it is read
-        return None
-    return Scheme(TENSOR if blocks is None else SQUARES_128)
 
 
 def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
@@ -104,16 +90,6 @@ def scheme_of(kernels: Mapping[str, QuantizedKernel]) -> Scheme | None:
             f"te_jax.hf.save: {' and '.join(schemes.values())} have scales of different forms; use one recipe."
         )
     return next(iter(schemes), None)
-
-
-def write_scheme(scheme: Scheme, static: bool, unquantized: Iterable[str]) -> dict[str, Any]:
-    """`quantization_config` of a config.json. static: activations have scales too. unquantized: names of weights of
-    linear layers that are not in FP8."""
-    apart = ["lm_head", *sorted(name.removesuffix(".weight") for name in unquantized)]
-    said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="static" if static else "dynamic")
-    # The words of transformers and of vLLM for the same.
-    said |= dict(modules_to_not_convert=apart, ignored_layers=apart)
-    return said | (dict(weight_block_size=[scheme.block] * 2) if scheme.block else {})
 
 
 def held_rows(q: QuantizedKernel) -> tuple[jax.Array, jax.Array]:
@@ -166,7 +142,7 @@ def input_scale(state: Mapping[str, Any], path: str, index: int | None, count: i
     Raises ValueError for a parameter without such state, and for inputs that were never seen.
     """
     where, _, leaf = path.removeprefix("params/").rpartition("/")
-    name = f"{where}/{_INPUTS[leaf]}"
+    name = f"{where}/{INPUTS[leaf]}"
     if f"{name}_scale" not in state:
         raise ValueError(
             f"te_jax.hf.save: fp8_metas lacks {name}_scale, for the input_scale of {path}; pass variables with the "
