@@ -21,7 +21,7 @@ from te_jax.layers.parameters import is_kernel
 from te_jax.ops.formats import SQUARES_128, TENSOR, invert, saturate
 from te_jax.recipe._base import scale_of_amax
 
-_E4M3 = jnp.float8_e4m3fn
+_NARROW = jnp.float8_e4m3fn
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,8 @@ class FP8Export:
     method:      "fp8": the words and names of DeepSeek-V3 and vLLM; "compressed-tensors": those of that package
                  (https://github.com/vllm-project/compressed-tensors, the format "float-quantized").
     weights:     what shares a scale, each f32: "block", 128 x 128 of a weight; "channel", a row, which is an output
-                 (only of "compressed-tensors"); "tensor", a weight.
+                 (only of "compressed-tensors"); "tensor", a weight, which of the method "fp8" vLLM reads, and
+                 transformers 5.24 does not, without an error: pass "compressed-tensors" there.
     activations: how a server scales what the weights are multiplied by: "dynamic": as it comes, by 128 channels of a
                  token next to "block", by token next to "channel", by tensor next to "tensor". "static": by the scales
                  that training under `DelayedScaling` ended with (`fp8_metas`), only next to "tensor".
@@ -111,7 +112,7 @@ class Fp8Part(NamedTuple):
             made = (quantize_to(self.scheme, self.powers_of_2, a) for a in arrays)
         for name, tensor in zip(step.theirs, made):
             data, scale = (np.asarray(jax.device_get(a), order="C") for a in (tensor.data, tensor.scale_inv))
-            yield name, data.view(_E4M3)
+            yield name, data.view(_NARROW)
             yield self.scheme.scale_of(name), scale.view(np.float32).reshape(self.scheme.written_shape(data.shape))
             if self.inputs:
                 given = self.inputs[self.scheme.unread_of(name)]
@@ -123,11 +124,11 @@ def quantize_to(scheme: Scheme, powers_of_2: bool, a: jax.Array) -> Scaled:
     """A weight [out, in] in FP8, as te_jax.ops.quantize's ops have it, on any device."""
     a, law = a.astype(jnp.float32), dict(power_2=powers_of_2, epsilon=0.0)
     if scheme.block:
-        made = scheme.format.write(a, 1, _E4M3, **law)
+        made = scheme.format.write(a, 1, _NARROW, **law)
         return Scaled(made["data"], made["block_inv"], scheme.format)
     largest = amax(a, (1,))[:, None] if scheme.by_row else amax(a, (0, 1))
-    scale = scale_of_amax(largest, float(jnp.finfo(_E4M3).max), **law)
-    return Scaled(saturate(a * scale, _E4M3), invert(scale), scheme.format)
+    scale = scale_of_amax(largest, float(jnp.finfo(_NARROW).max), **law)
+    return Scaled(saturate(a * scale, _NARROW), invert(scale), scheme.format)
 
 
 def fp8_part(plan: Conversion, params: Mapping[str, Any], state: Any, export: FP8Export | None) -> Fp8Part | None:

@@ -9,7 +9,7 @@ from te_jax.hf.mxfp4 import is_mxfp4
 from te_jax.hf.scales import Scheme
 from te_jax.ops.formats import SQUARES_128, TENSOR
 
-_BLOCKS = [SQUARES_128.block] * 2
+_SQUARE = [SQUARES_128.block] * 2
 _COMPRESSED = "compressed-tensors"
 _METHODS = ("fp8", "mxfp4", _COMPRESSED)
 # The values that te_jax reads, by key; None: any, since nothing of the weights depends on it. An absent key is the
@@ -18,7 +18,7 @@ _Keys = Mapping[str, tuple[Any, ...] | None]
 _OF_FP8: _Keys = dict(
     quant_method=_METHODS,
     fmt=("e4m3",),
-    weight_block_size=(None, _BLOCKS),
+    weight_block_size=(None, _SQUARE),
     activation_scheme=("dynamic", "static"),
     scale_fmt=(None, "float", "ue8m0"),  # ue8m0: scales are powers of 2, stored as floats
     expert_dtype=(None, "fp8"),
@@ -59,7 +59,7 @@ _OF_ARRAYS: _Keys = dict(
     observer_kwargs=None,
 )
 _OF_WEIGHTS: _Keys = dict(
-    strategy=("tensor", "channel", "block"), dynamic=(False,), block_structure=(None, _BLOCKS), group_size=(None,)
+    strategy=("tensor", "channel", "block"), dynamic=(False,), block_structure=(None, _SQUARE), group_size=(None,)
 )
 _OF_INPUTS: _Keys = dict(
     strategy=("tensor", "token", "group"),
@@ -78,7 +78,7 @@ def read_scheme(found: Mapping[str, Any], folder: Path) -> Scheme | None:
     where = f"te_jax.hf: quantization_config of {folder / 'config.json'}"
     _check_is_object(where, said)
     if said.get("quant_method") not in _METHODS:
-        _refuse(where, "quant_method", said.get("quant_method"), _METHODS)
+        _refuse_key(where, "quant_method", said.get("quant_method"), _METHODS)
     if is_mxfp4(found):  # which is dequantized as it is read
         return None
     if said["quant_method"] == _COMPRESSED:
@@ -103,8 +103,8 @@ def _read_compressed(where: str, said: Mapping[str, Any]) -> Scheme:
         _check_array(f"{where}: input_activations", group["input_activations"], _OF_INPUTS)
     strategy = weights.get("strategy", "tensor")
     if (strategy == "block") != (weights.get("block_structure") is not None):
-        _refuse(
-            f"{where}: weights", "block_structure", weights.get("block_structure"), [_BLOCKS], "of strategy 'block'"
+        _refuse_key(
+            f"{where}: weights", "block_structure", weights.get("block_structure"), [_SQUARE], "of strategy 'block'"
         )
     return Scheme(SQUARES_128 if strategy == "block" else TENSOR, by_row=strategy == "channel", compressed=True)
 
@@ -113,7 +113,7 @@ def _check_array(where: str, said: Any, keys: _Keys):
     _check_is_object(where, said)
     _check_keys(where, said, {**_OF_ARRAYS, **keys})
     if said.get("type") != "float":
-        _refuse(where, "type", said.get("type"), ["float"])
+        _refuse_key(where, "type", said.get("type"), ["float"])
 
 
 def _check_is_object(where: str, said: Any):
@@ -128,10 +128,10 @@ def _check_keys(where: str, said: Mapping[str, Any], keys: _Keys):
         may = keys[key]
         # True is 1, but not where a size or a word is due.
         if may is not None and not any(type(value) is type(each) and value == each for each in may):
-            _refuse(where, key, value, may)
+            _refuse_key(where, key, value, may)
 
 
-def _refuse(where: str, key: str, value: Any, may: Iterable[Any], more: str = "") -> NoReturn:
+def _refuse_key(where: str, key: str, value: Any, may: Iterable[Any], more: str = "") -> NoReturn:
     raise ValueError(
         f"{where} has {key}={show(value)}; te_jax reads {' or '.join(map(repr, may))}{more and f' {more}'}."
     )
@@ -146,13 +146,13 @@ def write_scheme(scheme: Scheme, static: bool, unquantized: Iterable[str]) -> di
     said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="static" if static else "dynamic")
     # The words of transformers and of vLLM for the same.
     said |= dict(modules_to_not_convert=apart, ignored_layers=apart)
-    return said | (dict(weight_block_size=_BLOCKS) if scheme.block else {})
+    return said | (dict(weight_block_size=_SQUARE) if scheme.block else {})
 
 
 def _write_compressed(scheme: Scheme, static: bool, apart: list[str]) -> dict[str, Any]:
     array: Callable[..., dict[str, Any]] = lambda **more: dict(num_bits=8, type="float", symmetric=True, **more)
     if scheme.block:
-        weights = array(strategy="block", block_structure=_BLOCKS, dynamic=False)
+        weights = array(strategy="block", block_structure=_SQUARE, dynamic=False)
         inputs = array(strategy="group", group_size=scheme.block, dynamic=True)
     else:
         weights = array(strategy="channel" if scheme.by_row else "tensor", dynamic=False)

@@ -12,7 +12,10 @@ from hf_folders import FIXTURES
 from te_jax import hf
 from te_jax.hf import files
 from te_jax.hf.fp8_export import quantize_to
+from te_jax.hf.quantization_config import write_scheme
 from te_jax.ops.quantize import quantize_block
+from te_jax.recipe import DelayedScaling
+from te_jax.state.fp8 import autocast
 
 pytest.importorskip("safetensors")
 
@@ -89,9 +92,7 @@ def test_scales():
 
 
 def test_config():
-    """`quantization_config` as compressed-tensors 0.20.1 writes the same value (tests/hf_fixtures/make.py)."""
-    from te_jax.hf.quantization_config import write_scheme
-
+    """The words of compressed-tensors 0.20.1, whose `QuantizationConfig` takes them."""
     array = dict(num_bits=8, type="float", symmetric=True)
     for weights, static, of_weights, of_inputs in (
         ("tensor", True, dict(strategy="tensor"), dict(strategy="tensor", dynamic=False)),
@@ -165,9 +166,6 @@ def test_refused(tmp_path):
 def test_static(tmp_path):
     """The scales of inputs are 1 / the state's, one for each tensor."""
     model, variables = hf.load(FIXTURES / "llama3", dtype=jnp.float32)
-    from te_jax.recipe import DelayedScaling
-    from te_jax.state.fp8 import autocast
-
     with autocast(True, DelayedScaling(amax_history_len=2)):
         shapes = jax.eval_shape(lambda: model.init(jax.random.key(0), jnp.zeros((1, 2), int)))["fp8_metas"]
     state = jax.tree.map(lambda a: np.full(a.shape, 4.0, np.float32), shapes)
