@@ -93,7 +93,7 @@ PAGES = (
         "Weights in FP8": ("quantize_kernel", "quantize_experts", "QuantizedKernel", "Projection"),
     }),
     Page("models", "te_jax.models", {
-        "Models": ("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder", "unscan"),
+        "Models": ("ModelConfig", "published", "CausalLM", "EncoderLM", "EncoderDecoder", "VisionEncoder", "unscan"),
         "Generating text": ("generate", "Sampling", "read_prompts", "write_tokens"),
     }),
     Page("hf", "te_jax.hf", {"": ("load", "save", "FP8Export", "read_config", "FAMILIES")}),

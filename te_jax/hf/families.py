@@ -16,10 +16,11 @@ from te_jax.hf.olmo import OLMO2, OLMO3
 from te_jax.hf.phi import PHI3
 from te_jax.hf.qwen2_moe import QWEN2_MOE
 from te_jax.hf.qwen3_next import QWEN3_5_MOE_TEXT, QWEN3_5_TEXT, QWEN3_NEXT
+from te_jax.hf.siglip import SIGLIP_VISION
 from te_jax.hf.smollm import SMOLLM3
 
 _LIKE_LLAMA = (*DECODERS, QWEN2_MOE, GEMMA3_TEXT, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE)
 _OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, LLAMA4_TEXT, GRANITE_HYBRID, NEMOTRON_H)
 _WITH_DELTA_RULE = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, KIMI_LINEAR)
 _DECODERS = (*_LIKE_LLAMA, *_OTHER_DECODERS, *_WITH_DELTA_RULE)
-FAMILIES = {family.name: family for family in (*_DECODERS, *ENCODERS, MODERNBERT)}
+FAMILIES = {family.name: family for family in (*_DECODERS, *ENCODERS, MODERNBERT, SIGLIP_VISION)}

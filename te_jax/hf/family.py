@@ -28,6 +28,7 @@ class Family(NamedTuple):
     tied:    copies that a checkpoint may have: {name: the tensor that it is a copy of}. In a model that is not tied
              some are tensors of their own.
     ties_by_files: whether the head is the embedding is not in config.json, but in the files: a head that is no copy.
+    old_prefix: of tensors' names in older checkpoints.
     older:   what endings of tensors' names were called once: (once, now).
     spare:   config.json -> whether a tensor of that name belongs to another model of the same files.
     without_spare: what config.json says where they are left out.
@@ -44,6 +45,7 @@ class Family(NamedTuple):
     prefix: str = ""
     tied: Mapping[str, str] = {}
     ties_by_files: bool = False
+    old_prefix: str = ""
     older: tuple[tuple[str, str], ...] = ()
     spare: Callable[[Mapping[str, Any]], Callable[[str], bool]] = lambda config: lambda name: False
     without_spare: Mapping[str, Any] = {}

@@ -18,7 +18,7 @@ from te_jax.hf.family import Family
 from te_jax.hf.mxfp4 import Unpacked
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.scales import Scheme
-from te_jax.models import EncoderDecoder, ModelConfig
+from te_jax.models import EncoderDecoder, ModelConfig, VisionEncoder
 from te_jax.models.families import Latents
 from te_jax.models.stack import Model, place_of_layer
 
@@ -27,7 +27,7 @@ SHOWN = 5  # names in an error
 _COUNTED = 1000  # names that are missing; further ones are not looked for
 _CHEAP_SIZE, _CHEAP_COUNT = 2**20, 2**10  # what tracing, and naming tensors, takes little time and memory for
 # Sizes of a config that are dimensions of tensors, or factors of such.
-_SIZES_OF_MODELS = ("vocab_size", "hidden_size", "max_positions", "token_types")
+_SIZES_OF_MODELS = ("vocab_size", "hidden_size", "max_positions", "token_types", "patches", "image_channels")
 _SIZES_OF_LAYERS = ("num_attention_heads", "num_gqa_groups", "kv_channels", "mlp_hidden_size", *Latents._fields)
 
 
@@ -94,6 +94,9 @@ class Conversion(NamedTuple):
 
 def initial_call(model: Model) -> tuple[jax.Array, dict[str, jax.Array]]:
     """Arguments of the model's call, only for their shapes."""
+    if isinstance(model, VisionEncoder):
+        c = model.config
+        return jnp.zeros((1, c.image_size, c.image_size, c.image_channels), model.dtype), {}
     tokens = jnp.zeros((1, 2), jnp.int32)
     return tokens, {"inputs": tokens} if isinstance(model, EncoderDecoder) else {}
 
@@ -202,7 +205,8 @@ def current_names(checkpoint: files.Checkpoint | Unpacked, config: ModelConfig, 
     today = {}
     for name in checkpoint.tensors:
         end = next((end for end in family.older if name.endswith(end[0])), None)
-        today[name] = name if end is None else name.removesuffix(end[0]) + end[1]
+        now = name if end is None else name.removesuffix(end[0]) + end[1]
+        today[name] = now.removeprefix(family.old_prefix)
     if family.prefix and not any(name.startswith(family.prefix) for name in today.values()):
         today = {file: name if name in family.tied else family.prefix + name for file, name in today.items()}
     names: dict[str, str] = {}

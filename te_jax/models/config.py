@@ -11,7 +11,7 @@ from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, inte
 
 _LAYER_FIELDS = Kind("a dict of fields of te_jax.flax.TransformerLayer", lambda value: isinstance(value, Mapping))
 _KINDS_OF_CONFIG = {
-    "vocab_size": integer(1),
+    "vocab_size": integer(0),
     "num_layers": integer(1),
     "hidden_size": integer(1),
     "layer": _LAYER_FIELDS,
@@ -28,6 +28,10 @@ _KINDS_OF_CONFIG = {
     "tie_embeddings": BOOL,
     "output_scale": number(above=0),
     "logit_softcap": NONE | number(above=0),
+    "image_size": NONE | integer(1),
+    "patch_size": NONE | integer(1),
+    "image_channels": integer(1),
+    "pooling_head": BOOL,
     "origin": NONE | Kind("what te_jax.hf.load made", lambda value: isinstance(value, Origin)),
 }
 _EMPTY: FrozenDict = FrozenDict()
@@ -55,9 +59,9 @@ class Origin:
 
 @dataclass(frozen=True)
 class ModelConfig(KnownFields):
-    """The architecture of a language model: sizes, and the fields of its `te_jax.flax.TransformerLayer`s.
+    """The architecture of a model: sizes, and the fields of its `te_jax.flax.TransformerLayer`s.
 
-    vocab_size, num_layers, hidden_size: V; the layers, in an encoder-decoder the encoder's; H.
+    vocab_size, num_layers, hidden_size: V, 0 of a model of images; the layers, in an encoder-decoder the encoder's; H.
     layer:           fields of each layer but hidden_size, such as dict(num_attention_heads=8, mlp_hidden_size=512).
     pattern:         what differs between layers, on top of `layer`, again and again: a window in every other one, say.
     first:           what differs in the first layers, one entry for each; the pattern begins after them.
@@ -72,6 +76,9 @@ class ModelConfig(KnownFields):
     tie_embeddings:  the embedding is the kernel of the head too.
     output_scale:    the factor of hidden states before the head.
     logit_softcap:   c: logits z become c tanh(z / c).
+    image_size, patch_size, image_channels: of a `VisionEncoder`, whose images are [b, image_size, image_size,
+                     image_channels], cut into squares of patch_size pixels; None: the model reads tokens.
+    pooling_head:    attention of one learned token makes one vector of the patches.
     origin:          the checkpoint that the model was read from, as `te_jax.hf.load` sets it. It is not compared.
 
     Hashable. Raises TypeError and ValueError for fields that are not of their kind.
@@ -94,17 +101,35 @@ class ModelConfig(KnownFields):
     output_scale: float = 1.0
     logit_softcap: float | None = None
     first: tuple[Mapping[str, Any], ...] = ()
+    image_size: int | None = None
+    patch_size: int | None = None
+    image_channels: int = 3
+    pooling_head: bool = False
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:
         for name, kind in _KINDS_OF_CONFIG.items():
             check("ModelConfig", name, getattr(self, name), kind)
+        if (self.image_size is None) != (self.patch_size is None) or (self.vocab_size == 0) != self._reads_images:
+            raise ValueError(
+                f"ModelConfig: vocab_size is {self.vocab_size}, image_size {self.image_size}, patch_size "
+                f"{self.patch_size}; pass a vocab_size above 0, or 0 and both sizes of images."
+            )
         for fields in (self.layer, *self.pattern, *self.first):
             if "hidden_size" in fields:
                 raise ValueError("ModelConfig: layer has hidden_size, which is a field of its own; leave it out there.")
         object.__setattr__(self, "layer", FrozenDict(self.layer))
         for name in ("pattern", "first"):
             object.__setattr__(self, name, tuple(map(FrozenDict, getattr(self, name))))
+
+    @property
+    def _reads_images(self) -> bool:
+        return self.patch_size is not None
+
+    @property
+    def patches(self) -> int:
+        """The patches of an image; 0: the model reads tokens."""
+        return (self.image_size // self.patch_size) ** 2 if self._reads_images else 0
 
     def with_layer(self, **fields: Any) -> "ModelConfig":
         """This config with other fields of its layers."""

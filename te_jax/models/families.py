@@ -72,6 +72,21 @@ def modernbert(size: Size, around: int = 64) -> ModelConfig:
     return size.model(layer, family="modernbert", pattern=(near, near, far), **others)
 
 
+def siglip(size: Size, image: int = 224, patch: int = 16) -> ModelConfig:
+    """Zhai et al. 2023, https://arxiv.org/abs/2303.15343, the encoder of images: norms come first, biases everywhere,
+    and attention of one learned token behind them. image, patch: pixels of a side."""
+    layer = size.layer(
+        layernorm_epsilon=1e-6,
+        use_bias=True,
+        mlp_activations=("gelu",),
+        self_attn_mask_type="no_mask",
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    others = dict(image_size=image, patch_size=patch, pooling_head=True)
+    return size.model(layer, family="siglip_vision_model", **others)
+
+
 def t5(size: Size) -> ModelConfig:
     """Raffel et al. 2019, https://arxiv.org/abs/1910.10683. RMSNorm first, no biases, relative positions: in the
     encoder both ways, in the decoder only of the past; one table of them for each stack."""
@@ -397,6 +412,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "gpt2": gpt2,
     "bert": bert,
     "modernbert": modernbert,
+    "siglip": siglip,
     "t5": t5,
     "llama3": llama3,
     "llama2": llama,

@@ -221,7 +221,7 @@ class Model(KnownArguments):
                     f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            x = x + (_gather_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+            x = x + (gather_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
         if c.token_types:
             kinds = jnp.zeros_like(tokens) if token_types is None else token_types
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
@@ -284,7 +284,7 @@ class Model(KnownArguments):
         x = x if c.output_scale == 1.0 else x * jnp.asarray(c.output_scale, x.dtype)
         if bias is not None:  # one more channel, which is 1
             x = jnp.concatenate([x, jnp.ones_like(x[..., :1])], -1)
-            kernel = jnp.concatenate([_gather_whole(kernel), _gather_whole(bias)[:, None].astype(kernel.dtype)], -1)
+            kernel = jnp.concatenate([gather_whole(kernel), gather_whole(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
 
@@ -304,7 +304,7 @@ VARIABLES = Kind("the variables of the model, a dict of collections", lambda val
 MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
 
 
-def _gather_whole(a):
+def gather_whole(a):
     """The array, on a mesh of Explicit axes gathered on each device."""
     return jax.sharding.reshard(a, PartitionSpec(*[None] * a.ndim)) if on_explicit_mesh(jax.typeof(a)) else a
 
@@ -316,7 +316,7 @@ def _look_up(table, indices):
         return jnp.take(table, indices, axis=0)
     spec = explicit_spec(jax.typeof(indices))
     sharding = PartitionSpec(*(spec or [None] * indices.ndim), None)
-    return _gather_whole(table).at[indices].get(mode="fill", out_sharding=sharding)
+    return gather_whole(table).at[indices].get(mode="fill", out_sharding=sharding)
 
 
 def _look_up_by_product(table, indices):
@@ -325,7 +325,7 @@ def _look_up_by_product(table, indices):
     if jnp.iinfo(indices.dtype).bits < 32:  # They might not hold `count`.
         indices = indices.astype(jnp.int32)
     places = jnp.where(indices < 0, indices + count, indices)
-    rows = jnp.matmul(jax.nn.one_hot(places, count), _gather_whole(table), precision=jax.lax.Precision.HIGHEST)
+    rows = jnp.matmul(jax.nn.one_hot(places, count), gather_whole(table), precision=jax.lax.Precision.HIGHEST)
     return jnp.where(((places >= 0) & (places < count))[..., None], rows, jnp.nan)
 
 

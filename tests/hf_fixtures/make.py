@@ -4,7 +4,8 @@
     python tests/hf_fixtures/make.py
 
 Each is a tiny checkpoint of random weights as transformers saves it, and `expected.npz`: what transformers computes of
-it in f32 on a CPU, logits of texts (some of which are padded) and 32 greedy words behind prompts.
+it in f32 on a CPU, logits of texts (some of which are padded) and 32 greedy words behind prompts, or hidden states of
+images [b, h, w, c].
 """
 
 import pathlib
@@ -275,6 +276,19 @@ MODELS = {
             | dict(eos_token_id=None, cls_token_id=None, sep_token_id=None, attn_implementation="eager")
         )
     ),
+    # Patches of 4 x 4 do not fill an image of 13 x 13.
+    "siglip": lambda: hf.SiglipVisionModel(
+        hf.SiglipVisionConfig(
+            **dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4),
+            **dict(image_size=13, patch_size=4),
+        )
+    ),
+    "siglip-headless": lambda: hf.SiglipVisionModel(
+        hf.SiglipVisionConfig(
+            **dict(hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2),
+            **dict(image_size=8, patch_size=4, num_channels=1, vision_use_head=False),
+        )
+    ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, feed_forward_proj="relu")),
     "t5-v1.1": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(**_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=1)
@@ -309,6 +323,12 @@ def texts(rows: int, length: int, seed: int):
 
 
 def expected(name: str, model) -> dict:
+    if name.startswith("siglip"):
+        sizes = (2, model.config.num_channels, model.config.image_size, model.config.image_size)
+        images = torch.randn(sizes, generator=torch.Generator().manual_seed(1))
+        out = model(images)
+        made = dict(images=images.permute(0, 2, 3, 1).contiguous(), hidden=out.last_hidden_state)
+        return made if out.pooler_output is None else made | dict(pooled=out.pooler_output)
     tokens, lengths = texts(2, 11, 1), torch.tensor([11, 6])
     mask = (torch.arange(11) < lengths[:, None]).long()
     out = dict(tokens=tokens, lengths=lengths)
@@ -348,8 +368,8 @@ def main(*names):
         np.savez_compressed(
             folder / "expected.npz", **{k: a.astype(np.int32) if a.dtype == np.int64 else a for k, a in arrays.items()}
         )
-        logits = np.sort(arrays["logits"], -1)
-        print(name, sum(f.stat().st_size for f in folder.iterdir()), "logits up to", np.abs(logits).max())
+        largest = np.abs(arrays["logits" if "logits" in arrays else "hidden"]).max()
+        print(name, sum(f.stat().st_size for f in folder.iterdir()), "logits or hidden states up to", largest)
 
 
 if __name__ == "__main__":

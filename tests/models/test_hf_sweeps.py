@@ -97,6 +97,8 @@ COUNTS = {  # of the parameters of transformers' models of these sizes
     "qwen3.5-35b-a3b": 34_660_610_688,
     "modernbert-base": 149_655_232,
     "modernbert-large": 395_881_664,
+    "siglip-base": 92_884_224,
+    "siglip-large": 315_894_784,
 }
 
 

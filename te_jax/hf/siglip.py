@@ -1,0 +1,84 @@
+"""SigLIP's encoder of images."""
+
+import jax.numpy as jnp
+
+from te_jax.core.check import BOOL
+from te_jax.hf import rules
+from te_jax.hf.family import ELSEWHERE, LAYER, Family, at_most, divides, dropout, epsilon
+from te_jax.hf.rules import Recast, TensorRule
+from te_jax.hf.words import LAYERS, SIZE, Word, fixed, words_of
+from te_jax.models import ModelConfig, VisionEncoder, families
+from te_jax.models.families import Size
+
+_SIGLIP = words_of(
+    Word("hidden_size", SIZE, 768, to=("hidden_size",)),
+    Word("intermediate_size", SIZE, 3072, to=("layer/mlp_hidden_size",)),
+    Word("num_hidden_layers", LAYERS, 12, to=("num_layers",)),
+    Word("num_attention_heads", SIZE, 12, to=("layer/num_attention_heads",)),
+    Word("num_channels", SIZE, 3, to=("image_channels",)),
+    Word("image_size", SIZE, 224, to=("image_size",)),
+    Word("patch_size", SIZE, 16, to=("patch_size",)),
+    fixed("hidden_act", "gelu_pytorch_tanh"),
+    epsilon("layer_norm_eps"),
+    dropout("attention_dropout", "attention_dropout"),
+    Word("vision_use_head", BOOL, True, to=("pooling_head",)),
+    *ELSEWHERE,
+    layer_norm_eps=1e-6,
+    attention_dropout=0.0,
+)
+
+
+def _patches(p: int) -> Recast:
+    """A convolution's kernel [H, c, p, p] as the dense one [p * p * c, H] of patches [p, p, c]."""
+    return Recast(
+        lambda a: (a.transpose(2, 3, 1, 0).reshape(-1, a.shape[0]),),
+        lambda a: (a.reshape(p, p, -1, a.shape[-1]).transpose(3, 2, 0, 1),),
+    )
+
+
+def _query_and_kv_bias(queries: int) -> Recast:
+    """The biases of queries, so many channels, keys and values in one tensor as [out] and [2, out]."""
+    return Recast(
+        lambda a: (a[:queries], a[queries:].reshape(2, -1)), lambda q, kv: (jnp.concatenate([q, kv.reshape(-1)]),)
+    )
+
+
+def _siglip_rules(c: ModelConfig) -> list[TensorRule]:
+    stack, layer = "layers", "encoder.layers.{i}"
+    patches, pool, width = "embeddings.patch_embedding", "head", c.hidden_size
+    own = [f"{layer}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
+    made = [
+        TensorRule(("embedding",), (f"{patches}.weight",), _patches(c.patch_size)),
+        TensorRule(("embedding_bias",), (f"{patches}.bias",), rules.SAME),
+        TensorRule(("positions",), ("embeddings.position_embedding.weight",), rules.SAME),
+        *rules.norm_rules(f"{LAYER}/attention/qkv", f"{layer}.layer_norm1", True, stack),
+        *rules.attention_rules(f"{LAYER}/attention", *own, fused=True, bias=True, stack=stack),
+        *rules.norm_rules(f"{LAYER}/mlp", f"{layer}.layer_norm2", True, stack),
+        *rules.mlp_rules(f"{LAYER}/mlp", (f"{layer}.mlp.fc1",), f"{layer}.mlp.fc2", True, stack),
+        *rules.norm_rules("final_norm", "post_layernorm", True),
+    ]
+    if not c.pooling_head:
+        return made
+    both = lambda end: tuple(f"pool_attention/{name}/{end}" for name in ("query", "kv"))
+    return [
+        *made,
+        TensorRule(("pool_probe",), (f"{pool}.probe",), Recast(lambda a: (a[0],), lambda a: (a[None],))),
+        TensorRule(both("kernel"), (f"{pool}.attention.in_proj_weight",), rules.query_and_kv(width)),
+        TensorRule(both("bias"), (f"{pool}.attention.in_proj_bias",), _query_and_kv_bias(width)),
+        *rules.dense_rules("pool_attention/out", f"{pool}.attention.out_proj", True),
+        *rules.norm_rules("pool_mlp", f"{pool}.layernorm", True),
+        *rules.mlp_rules("pool_mlp", (f"{pool}.mlp.fc1",), f"{pool}.mlp.fc2", True),
+    ]
+
+
+SIGLIP_VISION = Family(
+    "siglip_vision_model",
+    "SiglipVisionModel",
+    VisionEncoder,
+    families.siglip(Size(1, 1, 1, 1, vocab=0)),
+    _SIGLIP,
+    (divides("num_attention_heads", "hidden_size"), at_most("patch_size", "image_size")),
+    _siglip_rules,
+    ("embeddings.position_ids",),
+    old_prefix="vision_model.",
+)

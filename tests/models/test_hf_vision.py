@@ -1,0 +1,122 @@
+"""te_jax.hf's encoders of images on fixtures of tests/hf_fixtures/make.py: what transformers computes, round trips."""
+
+import functools
+import json
+import shutil
+from dataclasses import replace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from hf_folders import FIXTURES, tensors
+
+import te_jax as te
+import te_jax.nnx as te_nnx
+from te_jax import hf
+from te_jax.hf import files
+from te_jax.models import ModelConfig, VisionEncoder
+from te_jax.recipe import Float8CurrentScaling
+
+pytest.importorskip("safetensors")
+from safetensors.numpy import save_file
+
+NAMES = ("siglip", "siglip-headless")
+
+
+def compare(got, want, tolerance=1e-5):
+    np.testing.assert_allclose(got, want, rtol=0, atol=tolerance * np.abs(want).max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_transformers(name, tmp_path):
+    """Hidden states and pooled ones in f32 within 1e-5 of the largest; and saved again, the same bytes and config."""
+    due = np.load(FIXTURES / name / "expected.npz")
+    model, variables = hf.load(FIXTURES / name)
+    both = jax.jit(
+        lambda images: [model.apply(variables, images, pooled=each) for each in (False, True)[: len(due) - 1]]
+    )
+    for got, key in zip(both(due["images"]), ("hidden", "pooled")):
+        compare(got, due[key])
+    hf.save(tmp_path / "again", model, variables)
+    got, want = tensors(tmp_path / "again"), tensors(FIXTURES / name)
+    assert got.keys() == want.keys()
+    assert all(a.tobytes() == want[key].tobytes() and a.shape == want[key].shape for key, a in got.items())
+    assert hf.read_config(tmp_path / "again") == hf.read_config(FIXTURES / name)
+
+
+def test_older_names(tmp_path):
+    """As checkpoints were published: with a prefix, and indices that nothing reads."""
+    folder = shutil.copytree(FIXTURES / "siglip", tmp_path / "old")
+    held = {f"vision_model.{key}": a for key, a in tensors(folder).items()}
+    held["vision_model.embeddings.position_ids"] = np.arange(9)[None]
+    save_file(held, folder / files.ONE)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], hf.load(FIXTURES / "siglip")[1])
+
+
+def test_nnx():
+    """The layers of te_jax.nnx between patches and the last norm give transformers' hidden states."""
+    due = np.load(FIXTURES / "siglip" / "expected.npz")
+    model, variables = hf.load(FIXTURES / "siglip", scan=False)
+    c, params = model.config, variables["params"]
+    at = [(row, column) for row in (0, 4, 8) for column in (0, 4, 8)]
+    patches = np.stack([due["images"][:, i : i + 4, j : j + 4].reshape(2, -1) for i, j in at], 1)
+    x = jnp.asarray(patches @ params["embedding"] + params["embedding_bias"] + params["positions"])
+    for i in range(c.num_layers):
+        module = te_nnx.TransformerLayer(**c.fields_of_layer(i), rngs=nnx.Rngs(0))
+        layer = te_nnx.from_linen(dict(params=params[f"layer_{i}"]["TransformerLayer_0"]), module)
+        x = layer(x, deterministic=True)
+    norm = te_nnx.from_linen(
+        dict(params=params["final_norm"]),
+        te_nnx.LayerNorm(**c.norm_fields(), num_features=c.hidden_size, rngs=nnx.Rngs(0)),
+    )
+    compare(norm(x), due["hidden"])
+
+
+def test_fp8_and_gradients():
+    """Under FP8 hidden and pooled states are near f32's: e4m3 has 3 bits behind the point, so one product's operands
+    are off by at most 1/16 each, their sums by much less; all parameters get gradients."""
+    due = np.load(FIXTURES / "siglip" / "expected.npz")
+    model, variables = hf.load(FIXTURES / "siglip")
+    images = jnp.asarray(due["images"])
+
+    @functools.partial(jax.jit, static_argnames="fp8")
+    def run(variables, fp8):
+        def loss(params):
+            hidden, vectors = (model.apply(dict(params=params), images, pooled=each) for each in (False, True))
+            return jnp.sum(hidden * jnp.cos(hidden)) + jnp.sum(vectors**2), (hidden, vectors)
+
+        with te.autocast(fp8, Float8CurrentScaling()):
+            return jax.value_and_grad(loss, has_aux=True)(variables["params"])
+
+    (_, (hidden, vectors)), grads = run(variables, True)
+    compare(hidden, due["hidden"], 1 / 16)
+    compare(vectors, due["pooled"], 1 / 8)
+    assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
+    exact = run(variables, False)[1]
+    assert not np.array_equal(grads["final_norm"]["scale"], exact["final_norm"]["scale"])
+    kernel = lambda g: np.asarray(g["layers"]["TransformerLayer_0"]["mlp"]["wi_kernel"])
+    assert np.linalg.norm(kernel(grads) - kernel(exact)) < 0.2 * np.linalg.norm(kernel(exact))
+
+
+def test_initial_variables_and_refusals():
+    config = hf.read_config(FIXTURES / "siglip")
+    model, images = VisionEncoder(config), jnp.zeros((1, 13, 13, 3))
+    made = jax.eval_shape(lambda: nn.unbox(model.init(jax.random.key(0), images)))
+    want = hf.load(FIXTURES / "siglip")[1]
+    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, want)
+    call = lambda config, images, **more: jax.eval_shape(
+        lambda: VisionEncoder(config).init(jax.random.key(0), images, **more)
+    )
+    with pytest.raises(ValueError, match=r"images has shape \(1, 3, 13, 13\); pass \[b, 13, 13, 3\]"):
+        call(config, images.transpose(0, 3, 1, 2))
+    with pytest.raises(ValueError, match="pooled is True, but config.pooling_head is False"):
+        call(replace(config, pooling_head=False), images, pooled=True)
+    with pytest.raises(ValueError, match="config.image_size is None"):
+        call(hf.read_config(FIXTURES / "bert"), images)
+    for sizes in (dict(vocab_size=0), dict(vocab_size=7, image_size=8, patch_size=4), dict(vocab_size=0, image_size=8)):
+        with pytest.raises(ValueError, match="pass a vocab_size above 0, or 0 and both sizes of images"):
+            ModelConfig(num_layers=1, hidden_size=8, **sizes)
+    assert json.loads((FIXTURES / "siglip/config.json").read_text())["model_type"] == config.family
