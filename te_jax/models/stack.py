@@ -304,7 +304,7 @@ VARIABLES = Kind("the variables of the model, a dict of collections", lambda val
 MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
 
 
-def gather_whole(a):
+def gather_whole(a: jax.Array) -> jax.Array:
     """The array, on a mesh of Explicit axes gathered on each device."""
     return jax.sharding.reshard(a, PartitionSpec(*[None] * a.ndim)) if on_explicit_mesh(jax.typeof(a)) else a
 
