@@ -51,7 +51,7 @@ _LLAMA = (
     dropout("attention_dropout", "attention_dropout"),
     fixed("hidden_act", "silu"),
     LAYER_TYPES,
-    rotary(),
+    rotary(stretched=True),
 )
 _OF_LLAMA = (divides("num_key_value_heads", "num_attention_heads"), even_width)
 NO_BIAS = fixed("attention_bias", False)
@@ -71,7 +71,7 @@ QWEN_EXPERTS = (
         BOOL,
         False,
         to=("layer/moe/use_pre_softmax", "layer/moe/normalize_weights"),
-        ours=lambda said: (None, None) if said["norm_topk_prob"] else (True, False),
+        ours=lambda said: (False, None) if said["norm_topk_prob"] else (True, False),
         theirs=lambda c: not c.layer["moe"].get("use_pre_softmax", False),
     ),
     fixed("decoder_sparse_step", 1),

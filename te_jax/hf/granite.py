@@ -245,7 +245,7 @@ GRANITE = of_llama(
     "granite",
     "GraniteForCausalLM",
     replace(_BASE, family="granite", layer={name: value for name, value in _BASE.layer.items() if name != "ssm"}),
-    *(NO_BIAS, NO_WINDOW, fixed("mlp_bias", False), *_MULTIPLIERS),
+    *(NO_BIAS, NO_WINDOW, fixed("mlp_bias", False), *_MULTIPLIERS, rotary()),
     vocab_size=32000,
     intermediate_size=11008,
     max_position_embeddings=2048,

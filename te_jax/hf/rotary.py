@@ -256,8 +256,12 @@ def rotary(
     types: tuple[str, ...] = ("default", "linear", "llama3"),
     default: float = 10_000.0,
     part: float | None = None,
+    stretched: bool = False,
 ) -> Rotary:
-    """The word of RoPE. extra: further fields of `turning` that it becomes."""
+    """The word of RoPE. extra: further fields of `turning` that it becomes. stretched: YaRN too, which scales logits,
+    where no other word does, and all channels turn."""
+    if stretched:
+        extra, types = (*extra, "attn_logit_scale"), (*types, "yarn")
     fields = tuple(f"layer/{field}" for field in (*ROPE_FIELDS, *extra))
     also = ("rope_scaling", "rope_theta", _PART_OF_WIDTH, _LENGTH)
     return Rotary("rope_parameters", NONE | TABLE, default, also=also, to=fields, types=types, part=part)

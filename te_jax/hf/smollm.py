@@ -14,7 +14,7 @@ from te_jax.hf.layered import (
     pattern,
     turning_is_known,
 )
-from te_jax.hf.rotary import type_by_window
+from te_jax.hf.rotary import rotary, type_by_window
 from te_jax.hf.words import LIST_OF_NAMES, Said, Word, fixed
 from te_jax.models import families
 
@@ -43,7 +43,7 @@ SMOLLM3 = of_llama(
     "smollm3",
     "SmolLM3ForCausalLM",
     families.smollm3(ONE),
-    *(NO_BIAS, fixed("mlp_bias", False), WINDOW_OF_SOME, *ROPE_BY_LAYER),
+    *(NO_BIAS, fixed("mlp_bias", False), WINDOW_OF_SOME, *ROPE_BY_LAYER, rotary()),
     Word("use_sliding_window", BOOL, False, theirs=lambda c: first_window(c) is not None),
     Word(
         "layer_types",
