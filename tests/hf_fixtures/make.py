@@ -109,7 +109,14 @@ MODELS = {
     "llama2": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA | dict(num_key_value_heads=4, head_dim=12))),
     "llama3": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**_LLAMA, rope_parameters=_LLAMA3, tie_word_embeddings=True)),
     "mistral": lambda: hf.MistralForCausalLM(hf.MistralConfig(**_LLAMA, sliding_window=5, attn_implementation="eager")),
-    "qwen2": lambda: hf.Qwen2ForCausalLM(hf.Qwen2Config(**_LLAMA)),
+    "qwen2": lambda: hf.Qwen2ForCausalLM(
+        hf.Qwen2Config(
+            **_LLAMA,
+            rope_parameters=dict(
+                rope_type="yarn", factor=4.0, original_max_position_embeddings=16, rope_theta=10_000.0
+            ),
+        )
+    ),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, head_dim=12)),
     "mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**_LLAMA, num_local_experts=3, num_experts_per_tok=2, sliding_window=None)
