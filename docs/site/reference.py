@@ -55,7 +55,7 @@ PAGES = (
         "": ("DelayedScaling", "Float8CurrentScaling", "FixedScaling", "Float8BlockScaling", "MXFP8BlockScaling", ...),
         "What they share": ("Format", "Recipe"),
     }),
-    Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType")}),
+    Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType", "DiTBlock")}),
     Page("flax-dense", "te_jax.flax", {"": ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm")}),
     Page("flax-attention", "te_jax.flax", {
         "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "Mamba2", "GatedDeltaNet"),
@@ -78,7 +78,7 @@ PAGES = (
         "Modules": (
             *("TransformerLayer", "DenseGeneral", "Linear", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm"),
             *("RMSNorm", "MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "MoEBlock", "LMHead"),
-            *("RelativePositionBiases", "DotGeneral", "Mamba2", "GatedDeltaNet", "Layer", ...),
+            *("RelativePositionBiases", "DotGeneral", "Mamba2", "GatedDeltaNet", "DiTBlock", "Layer", ...),
         ),
         "Training steps": ("value_and_grad",),
         "State": ("Fp8State", "ExpertBias", "Loss", "convert_fp8_state", "from_linen", "to_linen"),

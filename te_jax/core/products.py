@@ -22,6 +22,7 @@ ATTENTION = "attention"
 NEVER = {
     "router": "the router is never in FP8",
     "lora": "the products of low rank are never in FP8",
+    "condition": "the projection of a condition is never in FP8",
     "logits": "logits are never in FP8; with labels the head computes its loss, which is",
     "attention in 16 bits": "cuDNN has no FP8 gradients of this call, or bf16 ones take less time",
 }

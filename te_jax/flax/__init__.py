@@ -5,6 +5,7 @@ DotProductAttention, MultiHeadAttention, MultiHeadLatentAttention, RelativePosit
 Mamba2: A mixer of tokens by a state-space model.
 GatedDeltaNet: A mixer of tokens by the gated delta rule.
 TransformerLayer, MoEBlock, LMHead: A layer; its mixture of experts; logits and their loss.
+DiTBlock: A layer of a diffusion transformer.
 DotGeneral, make_dot_general_cls, wrap_function_in_te_state_module: FP8 for products of modules that are not of te_jax.
 TrainState, fp8_masked: Training steps.
 fp8_kernels, fp8_params, fp8_model_init, dequantize_params, wgrads: Kernels that are kept in FP8.
@@ -15,6 +16,7 @@ from te_jax.core.public import public_names as _public_names
 from te_jax.flax.attention import DotProductAttention as DotProductAttention
 from te_jax.flax.dense import DenseGeneral as DenseGeneral
 from te_jax.flax.dense import LayerNormDenseGeneral as LayerNormDenseGeneral
+from te_jax.flax.dit import DiTBlock as DiTBlock
 from te_jax.flax.dot_general import DotGeneral as DotGeneral
 from te_jax.flax.dot_general import QuantizerSet as QuantizerSet
 from te_jax.flax.dot_general import QuantizingModule as QuantizingModule

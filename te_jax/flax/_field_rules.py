@@ -39,8 +39,8 @@ def groups_divide_heads(module) -> str | None:
 
 
 def head_width_is_known(module) -> str | None:
-    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` or `kv_lora_rank` is given."""
-    free = module.kv_channels is not None or module.kv_lora_rank is not None
+    """`num_attention_heads` divides `hidden_size`, unless `kv_channels` or latent attention says how wide a head is."""
+    free = module.kv_channels is not None or getattr(module, "kv_lora_rank", None) is not None
     if not free and module.hidden_size % module.num_attention_heads:
         return (
             f"hidden_size={module.hidden_size} does not split into num_attention_heads={module.num_attention_heads}; "

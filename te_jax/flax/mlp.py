@@ -13,24 +13,36 @@ from te_jax.flax._common import (
     Axes,
     Dropout,
     Initializer,
+    activation_axes,
     add_lora,
     check_input_axes,
     floating,
     in_compute_dtype,
     kernel_initializer,
     lora_parameters,
+    lora_scope,
     parameter,
     stack_kernels,
 )
 from te_jax.flax._field_rules import activations_take_their_params, last_axis_alone
-from te_jax.flax._fields import Module, check_call
+from te_jax.flax._fields import Module, check_call, shared_fields
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
 from te_jax.flax.norm import norm_parameters
 from te_jax.layers import dense, layernorm_mlp
 from te_jax.layers.norm_mlp import split_residual
 from te_jax.ops.quantize.activation import activation, is_fused
-from te_jax.sharding import resolve_logical_axes
+from te_jax.sharding import (
+    BATCH_AXES,
+    HIDDEN_AXES,
+    HIDDEN_TP_AXES,
+    SEQLEN_AXES,
+    W_FSDP_AXES,
+    W_JOINED_AXES,
+    W_NO_SHARD_AXES,
+    W_TP_AXES,
+    resolve_logical_axes,
+)
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.sharding.logical_axes import gathered_spec
 
@@ -200,3 +212,18 @@ class LayerNormMLP(Module):
             wi_lora = lora_parameters(self, stacked, (width,), (slots, middle), "wi_")
             wo_lora = lora_parameters(self, each, (middle,), (width,), "wo_")
         return norm, (wi_kernel, wi_bias, wi_lora), (wo_kernel, wo_bias, wo_lora)
+
+
+def mlp_of_layer(module: nn.Module, **own: Any) -> LayerNormMLP:
+    """The submodule `mlp` of a layer, divided among devices by te_jax's logical axes. own: fields that the layer has
+    under other names."""
+    axes = dict(
+        kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
+        kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
+        bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
+        bias_axes_2=(W_NO_SHARD_AXES,),
+        dot_1_input_axes=activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
+        dot_2_input_axes=activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
+    )
+    adapts = dict(enable_low_rank_adaptation=lora_scope(module)[2])
+    return LayerNormMLP(**shared_fields(module, LayerNormMLP) | axes | adapts | own, name="mlp")

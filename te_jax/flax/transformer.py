@@ -10,10 +10,8 @@ from flax import linen as nn
 from te_jax.flax._common import (
     Dropout,
     Initializer,
-    activation_axes,
     floating,
     in_compute_dtype,
-    lora_scope,
     residual_axes,
 )
 from te_jax.flax._field_rules import (
@@ -46,19 +44,14 @@ from te_jax.flax.gated_delta import GatedDeltaNet
 from te_jax.flax.mamba import Mamba2
 from te_jax.flax.mha import MultiHeadAttention
 from te_jax.flax.mla import MultiHeadLatentAttention
-from te_jax.flax.mlp import LayerNormMLP
+from te_jax.flax.mlp import LayerNormMLP, mlp_of_layer
 from te_jax.flax.moe import MoEBlock
 from te_jax.flax.norm import LayerNorm, whole_norm
 from te_jax.flax.relpos import RelativePositionBiases
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import Scaling
 from te_jax.sharding import (
-    BATCH_AXES,
-    HIDDEN_AXES,
-    HIDDEN_TP_AXES,
-    SEQLEN_AXES,
     W_FSDP_AXES,
-    W_JOINED_AXES,
     W_NO_SHARD_AXES,
     W_TP_AXES,
 )
@@ -409,20 +402,14 @@ class TransformerLayer(Module):
         )
 
     def _mlp(self) -> LayerNormMLP:
-        own = self._fields_of_mlp() | dict(
-            kernel_axes_1=(W_FSDP_AXES, W_JOINED_AXES, W_TP_AXES),
-            kernel_axes_2=(W_TP_AXES, W_FSDP_AXES),
-            bias_axes_1=(W_JOINED_AXES, W_TP_AXES),
-            bias_axes_2=(W_NO_SHARD_AXES,),
+        return mlp_of_layer(
+            self,
+            **self._fields_of_mlp(),
             return_layernorm_output=self.apply_residual_connection_post_layernorm,
             intermediate_dropout_rng_name=self.dropout_rng_name,
             intermediate_dropout_rate=self.intermediate_dropout,
             intermediate_hidden_dropout_dims=self.intermediate_dropout_dims,
-            enable_low_rank_adaptation=lora_scope(self)[2],
-            dot_1_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES),
-            dot_2_input_axes=activation_axes(self, BATCH_AXES, SEQLEN_AXES, HIDDEN_TP_AXES),
         )
-        return LayerNormMLP(**shared_fields(self, LayerNormMLP) | own, name="mlp")
 
     def _moe(self) -> MoEBlock:
         whole = W_NO_SHARD_AXES

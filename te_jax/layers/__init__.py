@@ -1,6 +1,8 @@
 """Functional layers: ops composed under one custom_vjp, with the FP8 state as an argument."""
 
 from te_jax.core.public import public_names as _public_names
+from te_jax.layers.adaptive_norm import adaptive_layernorm as adaptive_layernorm
+from te_jax.layers.adaptive_norm import gated_residual as gated_residual
 from te_jax.layers.contraction import dot_general as dot_general
 from te_jax.layers.experts.block import MoEAux as MoEAux
 from te_jax.layers.experts.block import MoEOptions as MoEOptions

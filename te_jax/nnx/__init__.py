@@ -11,6 +11,7 @@ from te_jax.nnx.convert import to_linen as to_linen
 from te_jax.nnx.dot_general import DotGeneral as DotGeneral
 from te_jax.nnx.grad import value_and_grad as value_and_grad
 from te_jax.nnx.modules import DenseGeneral as DenseGeneral
+from te_jax.nnx.modules import DiTBlock as DiTBlock
 from te_jax.nnx.modules import DotProductAttention as DotProductAttention
 from te_jax.nnx.modules import GatedDeltaNet as GatedDeltaNet
 from te_jax.nnx.modules import LayerNorm as LayerNorm

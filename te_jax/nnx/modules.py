@@ -191,3 +191,18 @@ class TransformerLayer(Layer):
         decoder = linen.layer_type in (te_flax.TransformerLayerType.DECODER, "decoder")
         width = linen.hidden_size if encoded_features is None else encoded_features
         return example(linen.hidden_size), example(width) if decoder else None
+
+
+class DiTBlock(Layer):
+    """`te_jax.flax.DiTBlock` of x [b, s, hidden_size] and a condition [b, condition_features].
+
+    condition_features: The width of the condition; None is hidden_size.
+    """
+
+    linen_type = te_flax.DiTBlock
+
+    @staticmethod
+    def inputs(linen, *, condition_features: int | None = None):
+        width = linen.hidden_size if condition_features is None else condition_features
+        x = example(linen.hidden_size)
+        return x, jax.ShapeDtypeStruct((x.shape[0], width), x.dtype)

@@ -701,3 +701,36 @@ class TransformerLayer(Layer):
         positions: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
     ) -> jax.Array: ...
+
+class DiTBlock(Layer):
+    def __init__(
+        self,
+        hidden_size: int = 512,
+        mlp_hidden_size: int = 2048,
+        num_attention_heads: int = 8,
+        kv_channels: int | None = None,
+        layernorm_type: str = "layernorm",
+        layernorm_epsilon: float = 1e-06,
+        mha_kernel_init: Callable[..., Any] | None = None,
+        mlp_kernel_init: Callable[..., Any] | None = None,
+        mlp_activations: Sequence[str | Callable[..., Any]] = ...,
+        use_bias: bool = True,
+        bias_init: Callable[..., Any] = ...,
+        qk_norm_type: str | None = None,
+        low_rank_adaptation_scope: str = "none",
+        low_rank_adaptation_dim: int = 32,
+        low_rank_adaptation_alpha: float | None = None,
+        dtype: jnp.dtype = ...,
+        enable_sequence_parallel: bool = False,
+        params_dtype: jnp.dtype | None = None,
+        *,
+        condition_features: int | None = None,
+        rngs: nnx.Rngs,
+    ) -> None: ...
+    def __call__(
+        self,
+        x: jax.Array,
+        condition: jax.Array,
+        *,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
+    ) -> jax.Array: ...

@@ -25,6 +25,7 @@ pytestmark = pytest.mark.skipif(not (ROOT / "csrc").is_dir(), reason="needs the 
 SHARED_NAMES = {
     "an NNX module has the name of its Linen module": {
         "DenseGeneral",
+        "DiTBlock",
         "DotGeneral",
         "DotProductAttention",
         "GatedDeltaNet",

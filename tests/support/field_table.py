@@ -31,6 +31,7 @@ MODULES = [
         "RelativePositionBiases",
         "DotGeneral",
         "TransformerLayer",
+        "DiTBlock",
         "LMHead",
     )
 ]
