@@ -27,8 +27,8 @@ class DiTBlock(Module):
     x + gate_1 attention(norm(x) (1 + scale_1) + shift_1), and the same with the MLP and a shift, scale and gate of its
     own. All six are one product of silu(condition); its weights begin at 0, so that the block begins as the identity.
     Attention is without a mask, norms without parameters. Attention's and the MLP's projections are in FP8 under
-    `te_jax.autocast`; the condition's is not: it has a row for each sample, so quantizing its kernel would cost as much
-    as multiplying by it.
+    `te_jax.autocast`; the condition's is not: it has one row for each sample, so its time goes into
+    reading the kernel, and quantizing would read that, too.
 
     hidden_size, mlp_hidden_size, num_attention_heads: H, F, h.
     kv_channels:        the width of a head; None is hidden_size / num_attention_heads.
