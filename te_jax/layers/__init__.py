@@ -1,8 +1,6 @@
 """Functional layers: ops composed under one custom_vjp, with the FP8 state as an argument."""
 
 from te_jax.core.public import public_names as _public_names
-from te_jax.layers.adaptive_norm import adaptive_layernorm as adaptive_layernorm
-from te_jax.layers.adaptive_norm import gated_residual as gated_residual
 from te_jax.layers.contraction import dot_general as dot_general
 from te_jax.layers.experts.block import MoEAux as MoEAux
 from te_jax.layers.experts.block import MoEOptions as MoEOptions
@@ -24,6 +22,8 @@ from te_jax.layers.loss.head import linear_cross_entropy as linear_cross_entropy
 from te_jax.layers.mamba import MambaState as MambaState
 from te_jax.layers.mamba import MambaWeights as MambaWeights
 from te_jax.layers.mamba import mamba2 as mamba2
+from te_jax.layers.norm_adaptive import adaptive_layernorm as adaptive_layernorm
+from te_jax.layers.norm_adaptive import gated_residual as gated_residual
 from te_jax.layers.norm_dense import layernorm as layernorm
 from te_jax.layers.norm_dense import layernorm_dense as layernorm_dense
 from te_jax.layers.norm_mlp import layernorm_mlp as layernorm_mlp
