@@ -142,3 +142,9 @@ def test_nnx(name):
     x = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + c.layer["layernorm_epsilon"]) * scale
     logits = np.asarray(x) * c.output_scale @ np.asarray(params.get("head", params["embedding"])).T
     np.testing.assert_allclose(logits, due["logits"], rtol=0, atol=1e-5 * np.abs(due["logits"]).max())
+
+
+def test_weights_of_the_chosen_may_be_normalized():
+    """Of Qwen 2 with experts, whose published models do not."""
+    read = lambda on: FAMILY["qwen2-moe"].read(WORDS["qwen2-moe"] | dict(norm_topk_prob=on)).layer["moe"]
+    assert [read(on)["use_pre_softmax"] for on in (True, False)] == [False, True]

@@ -387,13 +387,6 @@ def test_a_changed_word_leaves_none_of_its_other_names(tmp_path):
     assert FAMILIES["mistral"].write(mistral)["sliding_window"] is None
 
 
-def test_weights_of_the_chosen_may_be_normalized():
-    """Of Qwen 2 with experts, whose published models do not."""
-    family, words = FAMILIES["qwen2_moe"], json.loads((FIXTURES / "qwen2-moe" / "config.json").read_text())
-    moe = [family.read(words | dict(norm_topk_prob=on)).layer["moe"] for on in (True, False)]
-    assert [fields["use_pre_softmax"] for fields in moe] == [False, True]
-
-
 def test_letters_of_nemotron_say_its_layers(tmp_path):
     """As older config.json have them, which are written as they were read, but for what was changed."""
     words = json.loads((FIXTURES / "nemotron-h/config.json").read_text())
