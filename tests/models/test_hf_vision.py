@@ -80,8 +80,8 @@ def test_fp8_and_gradients():
 
     E4M3 is off by up to 2**-4 of a number, 2**-4 / sqrt(3) in the mean of squares: of both operands 0.05 of a product's
     terms, whose signs differ. Two layers of four products add 0.05 to a residual that is as large: within 1/16 of the
-    largest. The pooling head has three more, with no residual around the first: twice that. A gradient meets E5M2, off by
-    twice as much, in eight products more: sqrt(8 * (0.04**2 + 0.06**2)) is 0.2.
+    largest. The pooling head has three more, with no residual around the first: twice that. A gradient meets E5M2, off
+    by twice as much, in eight products more: sqrt(8 * (0.04**2 + 0.06**2)) is 0.2.
     """
     due = np.load(FIXTURES / "siglip" / "expected.npz")
     model, variables = hf.load(FIXTURES / "siglip")
