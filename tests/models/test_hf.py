@@ -193,8 +193,8 @@ WRONG = {  # what becomes of the tensors, or of config.json, and what is said
     "window": (None, dict(use_sliding_window=True), "use_sliding_window is True; pass False"),
     "rope": (
         None,
-        dict(rope_parameters=dict(rope_type="yarn")),
-        "rope_parameters: rope_type is 'yarn'; pass one of 'default', 'linear', 'llama3'",
+        dict(rope_parameters=dict(rope_type="dynamic")),
+        "rope_parameters: rope_type is 'dynamic'; pass one of 'default', 'linear', 'llama3', 'yarn'",
     ),
 }
 
