@@ -1,5 +1,5 @@
 """The norms of queries and keys over the channels of each head (Dehghani et al. 2023, https://arxiv.org/abs/2302.05442),
-or of all heads; and that of values."""
+or of all heads; and the norm of values."""
 
 import jax
 import jax.numpy as jnp

@@ -71,7 +71,7 @@ _OF_DEEPSEEK = words_of(
     ),
     Word("head_dim", SIZE, rope_channels, theirs=lambda c: c.layer["qk_rope_head_dim"]),
     Word("qk_head_dim", SIZE, key_channels, theirs=lambda c: c.layer["qk_nope_head_dim"] + c.layer["qk_rope_head_dim"]),
-    epsilon("rms_norm_eps"),  # of all norms but those of latents, which have 1e-6
+    epsilon("rms_norm_eps"),  # of all norms but the ones of latents, which have 1e-6
     DROPOUT_OR_NULL,
     Word(
         "rope_interleave",

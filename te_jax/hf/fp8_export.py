@@ -28,7 +28,7 @@ _NARROW = jnp.float8_e4m3fn
 class FP8Export:
     """How `te_jax.hf.save` writes the weights of linear layers, and of experts, in FP8 (E4M3).
 
-    method:      "fp8": the words and names of DeepSeek-V3 and vLLM; "compressed-tensors": those of that package
+    method:      "fp8": the words and names of DeepSeek-V3 and vLLM; "compressed-tensors": the ones of the package
                  (https://github.com/vllm-project/compressed-tensors, the format "float-quantized").
     weights:     what shares a scale, each f32: "block", 128 x 128 of a weight; "channel", a row, which is an output
                  (only of "compressed-tensors"); "tensor", a weight, which of the method "fp8" vLLM reads, and

@@ -103,7 +103,7 @@ def _with_gates(c: ModelConfig, rule: TensorRule) -> TensorRule:
 
 
 def _in_projections(path: str, name: str, delta: Mapping[str, Any]) -> list[TensorRule]:
-    """Qwen3-Next has the projections of a head of keys, and of those of values that it serves, side by side."""
+    """Qwen3-Next has the projections of a head of keys, and of the heads of values that it serves, in one."""
     groups, d = delta["linear_num_key_heads"], delta["linear_key_head_dim"]
     heads = delta["linear_num_value_heads"] // groups
     e = heads * delta["linear_value_head_dim"]

@@ -26,7 +26,7 @@ class Scheme(NamedTuple):
             where activations have static scales, `input_scale` f32 [], as inference servers read them. Values are
             weight * scale in either.
     by_row: of TENSOR: each row of a weight, an output channel, is scaled by itself, by `weight_scale` f32 [out, 1].
-    compressed: the names and shapes are those of the package compressed-tensors: `weight_scale` of blocks, too, and f32
+    compressed: names and shapes as in the package compressed-tensors: `weight_scale` of blocks, too, and f32
             [1] instead of f32 [].
     """
 

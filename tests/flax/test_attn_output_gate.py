@@ -109,14 +109,7 @@ def test_against_plain_jax(fields):
         rows = SequenceDescriptor.from_segment_ids_and_pos(PACKED)
         got = [of(lambda p, x, mask=mask: module.apply({"params": p}, x, None, mask)[0]) for mask in (None, rows)]
         want = [of(lambda p, x, of=of_: reference(p, x, *of)) for of_ in ((whole, positions), (PACKED, starts))]
-        flipped = module.clone(transpose_batch_sequence=True)
-        cache, parts = {}, []
-        for at, slots in ((slice(0, 3), dict(max_decode_length=S)), (slice(3, 4), {}), (slice(4, S), {})):
-            call = dict(decode=True, mutable=["cache"], **slots)
-            (y, _), cache = module.apply({"params": params, **cache}, x[:, at], **call)
-            parts.append(y)
-        second = jnp.swapaxes(flipped.apply({"params": params}, jnp.swapaxes(x, 0, 1))[0], 0, 1)
-        return got, want, second, jnp.concatenate(parts, 1)
+        return got, want, ref.batch_second(module, params, x), ref.decoded(module, params, x)
 
     got, want, flipped, decoded = run(params, x)
     close(got, want)

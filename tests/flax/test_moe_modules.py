@@ -295,7 +295,7 @@ def test_experts_of_a_latent(rng):
     with te.autocast(True, recipe.Float8CurrentScaling()):
         in_fp8 = jax.jit(own)(params, x)
     exact = want[0][1]
-    # Operands of 3 bits are off by 2**-4 at most, those of five products in a row by less than the sum of these.
+    # Operands of 3 bits are off by 2**-4 at most, five products in a row by less than the sum of these.
     assert 0 < np.abs(in_fp8 - exact).max() < 5 * 2.0**-4 * np.abs(exact - x).max()
 
 

@@ -77,7 +77,7 @@ def test_against_plain_jax(name):
     np.testing.assert_array_equal(nnx.jit(lambda m, x: m(x, deterministic=True)[0])(model, x), jax.jit(own)(params, x))
     with te.autocast(True, te.recipe.Float8CurrentScaling()):
         in_fp8 = jax.jit(own)(params, x)
-    # Operands of 3 bits are off by 2**-4 at most, those of three products in a row by less than the sum of these.
+    # Operands of 3 bits are off by 2**-4 at most, three products in a row by less than the sum of these.
     assert 0 < np.abs(in_fp8 - want).max() < 3 * 2.0**-4 * np.abs(want).max()
 
 

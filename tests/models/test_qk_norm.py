@@ -113,14 +113,7 @@ def test_against_plain_jax(fields, equation):
             return y, *vjp(weights)
 
         got, want = of(lambda p, x: module.apply({"params": p}, x)[0]), of(lambda p, x: reference(p, x, **equation))
-        flipped = module.clone(transpose_batch_sequence=True)
-        cache, parts = {}, []
-        for at, slots in ((slice(0, 3), dict(max_decode_length=S)), (slice(3, 4), {}), (slice(4, S), {})):
-            call = dict(decode=True, mutable=["cache"], **slots)
-            (y, _), cache = module.apply({"params": params, **cache}, x[:, at], **call)
-            parts.append(y)
-        whole = jnp.swapaxes(flipped.apply({"params": params}, jnp.swapaxes(x, 0, 1))[0], 0, 1)
-        return got, want, whole, jnp.concatenate(parts, 1)
+        return got, want, ref.batch_second(module, params, x), ref.decoded(module, params, x)
 
     got, want, flipped, decoded = run(params, x)
     close(got, want)

@@ -111,6 +111,21 @@ def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale
 # -- FP8 -----------------------------------------------------------------------------------------------------
 
 
+def batch_second(module, params, x):
+    """What a MultiHeadAttention makes of x [b, s, h] where the batch is its second axis, as [b, s, h]."""
+    flipped = module.clone(transpose_batch_sequence=True)
+    return jnp.swapaxes(flipped.apply({"params": params}, jnp.swapaxes(x, 0, 1))[0], 0, 1)
+
+
+def decoded(module, params, x):
+    """What a MultiHeadAttention makes of x [b, s, h] in three parts, of 3, 1 and s - 4 tokens, by its cache."""
+    cache, parts, s = {}, [], x.shape[1]
+    for at, slots in ((slice(0, 3), dict(max_decode_length=s)), (slice(3, 4), {}), (slice(4, s), {})):
+        (y, _), cache = module.apply({"params": params, **cache}, x[:, at], decode=True, mutable=["cache"], **slots)
+        parts.append(y)
+    return jnp.concatenate(parts, 1)
+
+
 def quantized(x, scale, dtype=E4M3):
     """x after a round trip through FP8."""
     top = float(jnp.finfo(dtype).max)
