@@ -26,6 +26,7 @@ _OPTIONS = {
     "strategies": (str, "by which tokens reach their experts, as all_gather,all_to_all,ring,ragged: other rows"),
     "pieces": (str, "in which their sums come back, as 1,2,4: other rows"),
     "mixer": (("all", *contexts.MIXERS), "of random weights, behind contexts of growing length"),
+    "shape": (tuple(decode.SHAPES), "of the checkpoint"),
     "role": (("fsdp", "dp", "tp"), "of all GPUs"),
     "quick": (bool, "a tenth of a second for each row, where it is a second"),
     "profile": (bool, "also the time in kernels, by jax.profiler"),
@@ -75,8 +76,8 @@ COMMANDS = {
     ),
     "decode": (
         decode.main,
-        dict(out=None, tiny=0, folder=None, mixer=None, measure=None),
-        "a checkpoint of 8B parameters: loading, memory and tokens per second, next to transformers; or by mixers",
+        dict(out=None, tiny=0, folder=None, shape="llama3-8b", only=None, mixer=None, measure=None),
+        "a checkpoint of 8B or 20B parameters: loading, memory, tokens per second, next to transformers; or by mixers",
     ),
     "trees": (
         trees.main,

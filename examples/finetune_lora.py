@@ -129,7 +129,8 @@ def optimizer(args: argparse.Namespace) -> optax.GradientTransformation:
 
 def prepare(args: argparse.Namespace, folder: pathlib.Path, recipe: Recipe | None) -> Tuning:
     """The beginning of a run. Call it under the run's autocast."""
-    base, weights, loaded = load(args, folder, dtype=jnp.float32 if args.full else jnp.bfloat16)
+    in_fp8 = recipe if args.fp8_params else None  # each layer as it is read: the model in bf16 is never in memory
+    base, weights, loaded = load(args, folder, dtype=jnp.float32 if args.full else jnp.bfloat16, fp8=in_fp8)
     tokens, model = jnp.zeros((1, args.seq_len), jnp.int32), base if args.full else adapted(base, args)
 
     @jax.jit
@@ -139,8 +140,6 @@ def prepare(args: argparse.Namespace, folder: pathlib.Path, recipe: Recipe | Non
 
     collections, lora = fresh(jax.random.key(args.seed))
     collections |= loaded
-    if args.fp8_params and recipe is not None:
-        weights = te_flax.fp8_params(base, {"params": weights, **collections}, tokens, tokens)["params"]
     trained, frozen = (weights, {}) if args.full else (lora, weights)
     options = dict(apply_fn=None, tx=optimizer(args), collections=collections)
     return Tuning(model, te_flax.TrainState.create(params=trained, **options), frozen)
@@ -156,7 +155,8 @@ def loss_fn(model: models.CausalLM, params, fp8, frozen, windows):
 
 
 def tune(args: argparse.Namespace, corpus: data.Corpus, folder: pathlib.Path, recipe: Recipe | None):
-    """(the tuned model, {before, after: held-out losses; loss: mean of the last tenth of the steps; ms: of a step})."""
+    """(the tuned model, {before, after: held-out losses; loss: mean of the last tenth of the steps; ms: of a step;
+    memory: text})."""
     autocast = partial(te.autocast, recipe is not None, recipe)
     with autocast():
         tuning = prepare(args, folder, recipe)
@@ -186,7 +186,13 @@ def tune(args: argparse.Namespace, corpus: data.Corpus, folder: pathlib.Path, re
         losses.append(float(loss))
         times.append(time.perf_counter() - began)
     found |= {"after": held_out(state), "loss": float(np.mean(losses[-max(1, args.steps // 10) :]))}
-    return dataclasses.replace(tuning, state=state), found | {"ms": 1e3 * float(np.median(times))}
+    return dataclasses.replace(tuning, state=state), found | {"ms": 1e3 * float(np.median(times)), "memory": peak()}
+
+
+def peak() -> str:
+    """The most memory that the program took on its first device so far, as text; "" where the device does not tell."""
+    taken = (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
+    return f", at most {taken / 1e9:.1f} GB" if taken else ""
 
 
 # -- what is saved ----------------------------------------------------------------------------------------------
@@ -283,7 +289,7 @@ def run(args: argparse.Namespace) -> int:
     for name, recipe in {**fp8, **({"bf16": None} if args.bf16 or args.compare else {})}.items():
         tuning, runs[name] = tune(args, corpus, folder, recipe)
         print(
-            "{name}: held out {before:.4f} -> {after:.4f}, loss {loss:.4f}, {ms:.1f} ms a step".format(
+            "{name}: held out {before:.4f} -> {after:.4f}, loss {loss:.4f}, {ms:.1f} ms a step{memory}".format(
                 name=name, **runs[name]
             ),
             flush=True,

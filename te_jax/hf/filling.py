@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from te_jax.hf import files
+from te_jax.hf.mxfp4 import Packed
 from te_jax.hf.plan import Conversion
 from te_jax.hf.rules import Recast
 from te_jax.hf.scales import Scaled, keep_in_fp8, spec_of_field
@@ -55,7 +56,7 @@ def fill_variables(
     """The variables by path.
 
     forms:     {path: ShapeDtypeStruct, or a QuantizedKernel of such}, of all variables.
-    read:      name -> a tensor, or a `Scaled` one.
+    read:      name -> a tensor, or one that is `Scaled` or `Packed`.
     shardings: {path: sharding}; may lack some, or all.
     recipe, gradients: how kernels are quantized, as of `te_jax.flax.fp8_params`.
     """
@@ -129,7 +130,7 @@ def _make_variables(form: Recast, likes, recipe, gradients: bool, tensors) -> tu
         if kept is not None:
             return (kept,)
     dtype = likes[0].dtype
-    arrays = [a.dequantize(dtype) if isinstance(a, Scaled) else a.astype(dtype) for a in tensors]
+    arrays = [a.dequantize(dtype) if isinstance(a, Scaled | Packed) else a.astype(dtype) for a in tensors]
     made = form.ours(*map(as_bits, arrays))
     return tuple(
         _quantize_like(like, jax.lax.bitcast_convert_type(a, dtype), recipe, gradients) if is_kernel(like) else a

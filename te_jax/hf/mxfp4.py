@@ -2,8 +2,9 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -12,6 +13,32 @@ from te_jax.hf.files import Checkpoint, Stored, quote
 _BLOCKS, _SCALES, _BYTES = "_blocks", "_scales", 16
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 _E2M1 = np.array([*_MAGNITUDES, *(-value for value in _MAGNITUDES)], np.float32)  # by the four bits
+_NO_NUMBER = 255  # the scale
+
+
+def _numbers_by_scale() -> np.ndarray:
+    """The bits in bf16 of each number under each scale, u16[256, 16]."""
+    with np.errstate(over="ignore"):  # under the largest scale some are inf
+        values = np.ldexp(_E2M1, np.arange(256, dtype=np.int32)[:, None] - 127)
+    values[_NO_NUMBER] = np.nan
+    return values.astype(jnp.bfloat16).view(np.uint16)
+
+
+_BY_SCALE = _numbers_by_scale()  # products would do, but XLA may take subnormal ones for 0
+
+
+class Packed(NamedTuple):
+    """A weight in MXFP4."""
+
+    blocks: Any  # u8[E, out, in / 32, 16]
+    scales: Any  # u8[E, out, in / 32]
+
+    def dequantize(self, dtype: Any) -> jax.Array:
+        """The values [E, in, out]: bf16 has each exactly."""
+        numbers = jnp.stack([self.blocks & 15, self.blocks >> 4], -1).reshape(*self.scales.shape, 2 * _BYTES)
+        bits = jnp.asarray(_BY_SCALE)[self.scales[..., None], numbers]
+        values = jax.lax.bitcast_convert_type(bits, jnp.bfloat16)
+        return values.reshape(*values.shape[:-2], -1).swapaxes(1, 2).astype(dtype)
 
 
 def is_mxfp4(found: Mapping[str, Any]) -> bool:
@@ -50,14 +77,8 @@ class Unpacked:
             self._packed.add(whole)
             self.tensors[whole] = Stored(blocks.path, (experts, 2 * _BYTES * count, out), "BF16")
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str) -> np.ndarray | Packed:
         """The tensor, copied into memory."""
         if name not in self._packed:
             return self._checkpoint.read(name)
-        blocks, scales = (self._checkpoint.read(name + end) for end in (_BLOCKS, _SCALES))
-        made = np.empty(self.tensors[name].shape, jnp.bfloat16)
-        for expert, (bits, scale) in enumerate(zip(blocks, scales)):  # one at a time: f32 of all would take much memory
-            numbers = _E2M1[np.stack([bits & 15, bits >> 4], -1)].reshape(*scale.shape, 2 * _BYTES)
-            values = np.ldexp(numbers, scale.astype(np.int32)[..., None] - 127)
-            made[expert] = values.reshape(len(bits), -1).T
-        return made
+        return Packed(*(self._checkpoint.read(name + end) for end in (_BLOCKS, _SCALES)))

@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("safetensors")
 
 from benchmarks import contexts, decode
-from te_jax import models
+from te_jax import hf, models
 
 
 def test_decoding_a_checkpoint(tmp_path, monkeypatch):
@@ -20,6 +20,12 @@ def test_decoding_a_checkpoint(tmp_path, monkeypatch):
     for way in decode.OURS:
         row = decode.measure(way, tmp_path / "llama")
         assert row["impl"] == way and row["tokens_per_s_b2"] > 0 and row["first_s_b2"] > 0
+
+
+def test_a_checkpoint_in_mxfp4(tmp_path):
+    decode.write(tmp_path, True, "gpt-oss-20b")
+    model, variables = hf.load(tmp_path, scan=False)
+    assert model.config.family == "gpt_oss" and all(jnp.isfinite(a).all() for a in jax.tree.leaves(variables))
 
 
 def test_what_grows_with_a_context():

@@ -11,6 +11,7 @@ from hf_folders import FIXTURES, tensors
 
 from te_jax import hf
 from te_jax.hf import files
+from te_jax.hf.mxfp4 import Packed
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
@@ -33,6 +34,19 @@ def packed(rng, shape):
     values = np.vectorize(value_of)(bits) * np.repeat(2.0 ** (scales.astype(float) - 127), 32, -1)
     blocks = (bits[..., ::2] | bits[..., 1::2] << 4).reshape(experts, out, width // 32, 16)
     return blocks, scales, values.swapaxes(1, 2)
+
+
+def test_each_number_under_each_scale():
+    """The bits of bf16, subnormal ones too: 2**-127 is the smallest scale, and half of it the smallest number."""
+    scales = np.arange(256, dtype=np.uint8).reshape(1, 256, 1)
+    blocks = np.broadcast_to(np.arange(16, dtype=np.uint8) * 17, (1, 256, 1, 16))
+    got = jax.jit(lambda blocks, scales: Packed(blocks, scales).dequantize(jnp.bfloat16))(blocks, scales)
+    exact = np.array([value_of(bits) for bits in range(16)]).repeat(2)[:, None] * 2.0 ** (np.arange(256.0) - 127)
+    exact[:, 255] = np.nan  # this scale is no number
+    with np.errstate(over="ignore"):  # 6 * 2**127 is no bf16
+        want = exact.astype(np.float32).astype(jnp.bfloat16)
+    np.testing.assert_array_equal(np.asarray(got)[0].view(np.uint16)[:, :255], want.view(np.uint16)[:, :255])
+    assert np.isnan(np.asarray(got, np.float32)[0, :, 255]).all()
 
 
 @pytest.fixture
