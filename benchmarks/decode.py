@@ -1,6 +1,6 @@
 """A checkpoint of the shape of Llama 3 8B, or of gpt-oss-20b (--shape), with random weights: how long te_jax.hf takes
-to load it, in bf16 and straight into parameters in FP8, the memory that takes, and tokens per second after prompts, next
-to Hugging Face's transformers.
+to load it, in bf16 and straight into parameters in FP8, the memory that takes, and tokens per second after prompts,
+next to Hugging Face's transformers.
 
 The checkpoint is written first, to --folder where one is given, which then keeps it. Each way has a process of its own,
 whose memory holds nothing else. All draw the likeliest token. The first call, which compiles, is timed apart. With
@@ -55,7 +55,9 @@ def measure(way: str, folder: pathlib.Path, shape: str = "llama3-8b") -> dict:
     began = time.perf_counter()
     load = _transformers if way == THEIRS else _te_jax
     generate, memory, vocabulary = load(folder, way)
-    row = dict(case=f"{SHAPES[shape]}: load and generate", impl=way, load_s=time.perf_counter() - began, loaded_bytes=memory())
+    row = dict(
+        case=f"{SHAPES[shape]}: load and generate", impl=way, load_s=time.perf_counter() - began, loaded_bytes=memory()
+    )
     for batch in BATCHES:
         tokens, times = prompts(batch, vocabulary), []
         for _ in range(_TIMED + 1):

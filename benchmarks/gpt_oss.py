@@ -56,9 +56,7 @@ def write(folder: pathlib.Path, tiny: bool) -> None:
     """A file for each layer, and one for the rest."""
     from safetensors.numpy import save_file
 
-    published = dict(
-        hidden=HIDDEN, layers=LAYERS, vocabulary=VOCABULARY, experts=EXPERTS, heads=HEADS, groups=GROUPS
-    )
+    published = dict(hidden=HIDDEN, layers=LAYERS, vocabulary=VOCABULARY, experts=EXPERTS, heads=HEADS, groups=GROUPS)
     sizes = _TINY if tiny else published
     rng, places = np.random.default_rng(0), {}
     folder.mkdir(parents=True, exist_ok=True)

@@ -150,6 +150,7 @@ CASES = [
     Case(
         "combine_bwd_fp8", "te_combine_bwd", dict(_permuted, h=256), (E4M3, bf16, i32, f32), {}, None, {"m...": 1},
     ),
+    Case("transpose", "te_transpose", {"m...0": 8, "n...0": 8, "n...1": 16}, (E4M3,), dict(split=1), None, {"m...": 1}),
     Case("address", "te_address", {"m...0": 8}, (bf16,), {}, ("same",), {"m...": 1}),
     Case(
         "keep", "te_keep", {"m...0": 8, "n...0": 4, "d": 2, "c": 2}, (bf16, f32, u32), {}, None,

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax
 
 from te_jax.ops.formats import ScaleFormat
+from te_jax.ops.quantize.transpose import transpose_held
 from te_jax.recipe import Recipe
 
 
@@ -105,10 +106,10 @@ class Fp8Tensor(NamedTuple):
         """
         got = self
         if use.data and self.data is None:
-            data, scale_inv = form.transpose(*self.columns, self.data_t.ndim - split)
+            data, scale_inv = form.transpose(*self.columns, self.data_t.ndim - split, transpose_held)
             got = got._replace(data=data, scale_inv=scale_inv)
         if use.data_t and self.data_t is None:
-            data_t, scale_inv_t = form.transpose(*self.rows, split)
+            data_t, scale_inv_t = form.transpose(*self.rows, split, transpose_held)
             got = got._replace(data_t=data_t, scale_inv_t=scale_inv_t)
         return got._replace(**{name: None for name, is_read in use._asdict().items() if not is_read})
 

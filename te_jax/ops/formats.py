@@ -175,8 +175,10 @@ class ScaleFormat:
             scale_inv = spread(scale_inv, columns, data.shape[columns], self.block)
         return data.astype(jnp.float32) * scale_inv
 
-    def transpose(self, data: jax.Array, scale_inv: jax.Array, split: int) -> tuple[jax.Array, jax.Array]:
-        """A layout [*m, *n] and its inverse scales -> the other one. split: axes in m.
+    def transpose(
+        self, data: jax.Array, scale_inv: jax.Array, split: int, by: Callable[..., jax.Array] = transpose
+    ) -> tuple[jax.Array, jax.Array]:
+        """A layout [*m, *n] and its inverse scales -> the other one. split: axes in m. by: what does it.
 
         Raises ValueError where the layouts have scales of their own.
         """
@@ -186,7 +188,7 @@ class ScaleFormat:
                 "blocks of the other, which a backward pass reads; quantize it with gradients=True, or take dgrad out "
                 "of FP8: override_linear_precision=(False, True, False)."
             )
-        return transpose(data, split), transpose(scale_inv, split) if self.block else scale_inv
+        return by(data, split), by(scale_inv, split) if self.block else scale_inv
 
     def check_gpu(self, op: str) -> None:
         """Raises RuntimeError, naming `op`, where the GPU has no products of this format: csrc/*/*_block.cu need not be

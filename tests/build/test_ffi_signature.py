@@ -9,11 +9,12 @@ import pytest
 from delta_kernels import delta_kernels
 from ffi_calls import CALLS, for_cudnn
 
-from benchmarks.op_case import E5M2
+from benchmarks.op_case import E4M3, E5M2
 from benchmarks.op_cases import CASES
 from te_jax.core import extension
 from te_jax.core.op import ops
 from te_jax.ops import attention
+from te_jax.ops.quantize.transpose import transpose_held
 
 CSRC = Path(__file__).parents[2] / "csrc"
 MLIR_TYPE = {"int64_t": "i64", "double": "f64", "bool": "i1"}
@@ -86,6 +87,12 @@ def test_a_composed_op_calls_the_kernels_of_others(case, rng, monkeypatch):
     calls, terms = cuda_calls(case, rng), sum(d == E5M2 for d in case.dtypes)
     kernels = ["te_gemm"] * terms if case.op == "te_gemm_sum" else []
     assert [re.search(r"@(\w+)", call)[1] for call in calls] == kernels
+
+
+def test_a_weight_is_transposed_as_it_lies():
+    """Else XLA transposes the stack of layers that it is an entry of."""
+    text = jax.jit(lambda x: transpose_held(x, 1)).trace(jnp.ones((8, 16), E4M3)).lower(lowering_platforms=("cuda",))
+    assert re.search(r"@LayoutConstraint\(.*result_layouts = \[dense<\[1, 0\]>", text.as_text())
 
 
 def test_attention_op_is_exact_where_cudnn_is_not_used():
