@@ -143,10 +143,20 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
 // The gated delta rule, with a gate for each head. q, k bf16 [b, s, g, d], v bf16 [b, s, h, e], beta f32 [b,
 // s, h], gate f32 [b, s, h, 1], runs? as above, initial? f32 [b, h, d, e] -> y as v, last? f32 [b, h, d, e],
 // states? f32 [b, ceil(s / 512), h, d, e]: before each 512 tokens. shared as above. d and e are multiples of
-// 8, at most 128. workspace: 17168 bytes for each 64 tokens of a head.
+// 8, at most 128. workspace: 18192 bytes for each 64 tokens of a head.
 Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, Arg gate, Arg runs,
                            Arg initial, Ret y, Ret last, Ret states, Ret workspace, double scale,
                            bool normalize, int64_t shared);
+
+// dy as v, dlast? as last, the rest as above, states that the forward pass kept -> dq, dk as q, dv as v,
+// dbeta, dgate, dinitial? as initial. In slabs of slab_rows rows and slab_tokens tokens (a multiple of 512,
+// or of 64 and s or more); workspace, each part a multiple of 256 bytes: as the forward pass has it, the
+// state f32 [b, h, d, e] unless dinitial is there, twice bf16 [slab_rows, slab_tokens / 64, h, e, d], twice
+// bf16 [slab_rows, slab_tokens, h, e].
+Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k, Arg v, Arg beta, Arg gate,
+                           Arg runs, Arg states, Ret dq, Ret dk, Ret dv, Ret dbeta, Ret dgate, Ret dinitial,
+                           Ret workspace, double scale, bool normalize, int64_t shared, int64_t slab_rows,
+                           int64_t slab_tokens);
 
 // x [..., s, n, h, d], of whose n slots the first `turned` turn; positions f32 [..., s], inv_freq f32 [r] ->
 // y as x.

@@ -15,21 +15,29 @@ constexpr int kWarps = 4,
 constexpr int kSlab = kWarps * kBand;  // channels of values that a CTA has
 
 // The weights of a chunk's tokens, of one head of values. With S the state before the chunk, the tokens write
-// W = solve (v - keys k S) and read y = queries q S + seen W, and behind them the state is keeps S + k' (left
-// W). Where keys, queries or keeps are 0, the state is not read, of whatever it is.
+// W = inverse (betas (v - keys k S)) and read y = queries q S + seen W, and behind them the state is keeps S
+// + k' (left W). Where keys, queries or keeps are 0, the state is not read, of whatever it is.
 struct Weights {
   alignas(16) float keys[kChunk];  // what is left of the state; and q and k are divided by their length
   float queries[kChunk];           // and scale
   float left[kChunk];              // at the chunk's end of what a token writes; below 0 of one of another run
+  float betas[kChunk];             // 0 behind the last token
   float keeps;
-  int several;  // whether not all tokens are of the last one's run
-  int unused[2];
+  int several;    // whether not all tokens are of the last one's run
+  int continues;  // how many are of the run of the token before the chunk
+  int unused;
+};
+// What weighs pairs of tokens.
+struct Pairs {
+  alignas(16) float sums[kChunk];             // of the logarithms to base 2 of what is left, up to a token
+  float of_keys[kChunk], of_queries[kChunk];  // 1 over their lengths, or 1
 };
 struct Chunk {
-  alignas(16) Bf16 solve[kChunk * kChunk], seen[kChunk * kChunk];  // 0 of later tokens and of other runs
+  alignas(16) Bf16 inverse[kChunk * kChunk], seen[kChunk * kChunk];  // 0 of later tokens and of other runs
   Weights weights;
+  Pairs pairs;
 };
-static_assert(sizeof(Chunk) == 4 * kChunk * kChunk + 12 * kChunk + 16);
+static_assert(sizeof(Chunk) == 4 * kChunk * kChunk + 28 * kChunk + 16);
 
 struct ChunkArgs {
   const Bf16 *q, *k;         // [rows, s, g, d]

@@ -1,5 +1,5 @@
-// What te_gated_delta_fwd needs of each chunk of tokens and knows before the state: how much queries and keys
-// see of each other, and the inverse that makes what tokens write of what each would write without the
+// What the gated delta rule needs of each chunk of tokens and knows before the state: how much queries and
+// keys see of each other, and the inverse that makes what tokens write of what each would write without the
 // others.
 
 #include "base/check.h"
@@ -223,7 +223,7 @@ struct Chunks {
   __device__ __forceinline__ void Write(const Decays& of, Chunk& out) {
     for (int i = threadIdx.x; i < kChunk * kChunk / 8; i += kThreads) {
       const int to = i / (kChunk / 8), from = i % (kChunk / 8) * 8;
-      uint4 solve{}, seen{};
+      uint4 inverse{}, seen{};
       if (from <= to) {
         uint32_t words[4];
 #pragma unroll
@@ -233,24 +233,30 @@ struct Chunks {
           for (int n = 0; n < 2; ++n) {
             const int at = from + j + n;
             const bool is_seen = at <= to && s.runs.AreOne(at, to);
-            two[n] = is_seen ? s.system[to * kPitch + at] * of.beta[at] : 0.f;
+            two[n] = is_seen ? s.system[to * kPitch + at] : 0.f;
           }
           words[j / 2] = ssm::Pack(two[0], two[1]);
         }
-        solve = make_uint4(words[0], words[1], words[2], words[3]);
+        inverse = make_uint4(words[0], words[1], words[2], words[3]);
         seen = *reinterpret_cast<const uint4*>(s.seen.tile.At(to, from));
       }
-      *reinterpret_cast<uint4*>(out.solve + to * kChunk + from) = solve;
+      *reinterpret_cast<uint4*>(out.inverse + to * kChunk + from) = inverse;
       *reinterpret_cast<uint4*>(out.seen + to * kChunk + from) = seen;
     }
     if (threadIdx.x >= kChunk) return;
     const int token = threadIdx.x;
-    const float since = s.runs.Continues(token) ? Exp2(of.sums[token]) : 0.f, last = of.sums[kLast];
+    const bool goes_on = s.runs.Continues(token);
+    const float since = goes_on ? Exp2(of.sums[token]) : 0.f, last = of.sums[kLast];
     Weights& weights = out.weights;
-    weights.keys[token] = since * s.of_keys[token];
-    weights.queries[token] = since * s.of_queries[token] * a.scale;
+    weights.keys[token] = goes_on ? since * s.of_keys[token] : 0.f;
+    weights.queries[token] = goes_on ? since * s.of_queries[token] * a.scale : 0.f;
     weights.left[token] = s.runs.AreOne(token, kLast) ? Exp2(last - of.sums[token]) * s.of_keys[token] : -1.f;
+    weights.betas[token] = of.beta[token];
+    out.pairs.sums[token] = of.sums[token];
+    out.pairs.of_keys[token] = s.of_keys[token], out.pairs.of_queries[token] = s.of_queries[token];
     if (token == kLast) weights.keeps = since, weights.several = !s.runs.AreOne(0, kLast);
+    if (!goes_on && (token == 0 || s.runs.Continues(token - 1))) weights.continues = token;
+    if (goes_on && token == kLast) weights.continues = kChunk;
   }
 
   __device__ __forceinline__ void Run(Chunk* chunks) {

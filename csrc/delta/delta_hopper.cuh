@@ -33,6 +33,9 @@ struct GroupProducts {
   __device__ __forceinline__ static void Seen(Results& d, const Left& left, Tokens<kChunk>& tile) {
     Along<kChunk>(d, left, tile);
   }
+  __device__ __forceinline__ static void Seeing(Results& d, const Left& left, Tokens<kChunk>& tile) {
+    Across<kChunk>(d, left, tile);
+  }
   template <int kD>
   __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile) {
     ssm::MultiplyAcross(d, left, reinterpret_cast<const uint8_t*>(tile.cells));

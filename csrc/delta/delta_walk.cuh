@@ -26,7 +26,7 @@ template <int kD, int kStages>
 struct WalkShared {
   struct Stage {
     Tokens<kD> k, q;
-    Tokens<kChunk> solve, seen;
+    Tokens<kChunk> inverse, seen;
     Tokens<kSlab> v;
   } stages[kStages];
   Tokens<kSlab> y;
@@ -65,6 +65,13 @@ struct WarpProducts {
       for (int n = k; n < kChunk / 16; ++n)
         Multiply(d, n, left[k], [&](auto& b) { tile.TransposedB(b, 16 * n, 16 * k); });
   }
+  // d += left tile, of a tile that is 0 right of its diagonal.
+  __device__ __forceinline__ static void Seeing(Results& d, const Left& left, Tokens<kChunk>& tile) {
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+#pragma unroll
+      for (int n = 0; n <= k; ++n) Multiply(d, n, left[k], [&](auto& b) { tile.B(b, 16 * k, 16 * n); });
+  }
   // d += left tile
   template <int kD>
   __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile) {
@@ -98,7 +105,8 @@ __device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[k
   }
 }
 
-template <int kD, int kStages, typename Products>
+// kReads: it makes y. If not, what tokens write stands there instead.
+template <int kD, int kStages, typename Products, bool kReads = true>
 struct Walk {
   const WalkArgs& a;
   WalkShared<kD, kStages>& s;
@@ -125,9 +133,9 @@ struct Walk {
       const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + group * a.d;
       stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);
       stage.v.template Fetch<kThreads>(a.v + Values(chunk), int64_t(a.h) * a.e, rows, a.e - first);
-      stage.solve.template Fetch<kThreads>(of.solve, kChunk, kChunk, kChunk);
-      stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
-      stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
+      stage.inverse.template Fetch<kThreads>(of.inverse, kChunk, kChunk, kChunk);
+      if (kReads) stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
+      if (kReads) stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
       constexpr int kPieces = sizeof(Weights) / 16;
       if (threadIdx.x < kPieces)
         PrefetchOrZero16(reinterpret_cast<uint4*>(&s.weights[chunk % kStages]) + threadIdx.x,
@@ -150,7 +158,7 @@ struct Walk {
     EachOfState(index, [&](float& each, int64_t at) { to[at] = each; });
   }
 
-  // How far v is off what the state says, as a left factor.
+  // How far v is off what the state says, times beta, as a left factor.
   __device__ __forceinline__ void Compare(int stage, const Results& of_keys, Left& off) {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
@@ -158,7 +166,9 @@ struct Walk {
       s.stages[stage].v.TransposedA(v, 16 * k, Band());
       AsLeft(off[k], of_keys, k, [&](int i, int token, float2 said) {
         const float2 of_v = ssm::Unpack(v[i]), of = LoadTwo(s.weights[stage].keys + token);
-        return make_float2(of_v.x - Weighed(of.x, said.x), of_v.y - Weighed(of.y, said.y));
+        const float2 beta = LoadTwo(s.weights[stage].betas + token);
+        return make_float2(beta.x * (of_v.x - Weighed(of.x, said.x)),
+                           beta.y * (of_v.y - Weighed(of.y, said.y)));
       });
     }
   }
@@ -177,7 +187,7 @@ struct Walk {
         off[k][i] &= (of.x < 0 ? 0u : 0xffffu) | (of.y < 0 ? 0u : 0xffff0000u);
       }
     Products::Begin(written);
-    Products::Seen(written, off, s.stages[stage].solve);
+    Products::Seen(written, off, s.stages[stage].inverse);
     Products::Commit();
     Products::template Wait<0>(written);
     __syncthreads();  // none reads k any more
@@ -191,8 +201,8 @@ struct Walk {
     __syncthreads();
   }
 
-  // y, by way of the warp's channels of a tile.
-  __device__ __forceinline__ void Write(int chunk) {
+  // y, by way of the warp's channels of a tile: the `rows` first tokens of them.
+  __device__ __forceinline__ void Write(Bf16* to, int rows) {
     __syncwarp();  // no lane reads the one before
 #pragma unroll
     for (int i = 0; i < kChunk / 4; ++i) {
@@ -203,17 +213,17 @@ struct Walk {
     }
     __syncwarp();
     const int column = Band() + Lane() % 2 * 8;
-    Bf16* const to = a.y + Values(chunk) + column;
 #pragma unroll
     for (int token = Lane() / 2; token < kChunk; token += 16)
-      if (chunk * kChunk + token < a.s && first + column < a.e)
-        *reinterpret_cast<uint4*>(to + int64_t(token) * a.h * a.e) =
+      if (token < rows && first + column < a.e)
+        *reinterpret_cast<uint4*>(to + int64_t(token) * a.h * a.e + column) =
             *reinterpret_cast<const uint4*>(s.y.At(token, column));
   }
 
   // Products are queued so that the tensor cores have the next while threads weigh what the last one made.
-  __device__ __forceinline__ void Step(int chunk) {
-    const int stage = chunk % kStages;
+  // `fetch` and `write`: what else is to be done meanwhile, for the chunks ahead and for the last one.
+  template <typename Fetch, typename Write>
+  __device__ __forceinline__ void Step(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
     const Weights& weights = s.weights[stage];
     uint32_t of_state[kD / 16][4];
@@ -222,32 +232,31 @@ struct Walk {
     const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
-    if (kStages > 1) Fetch(chunk + kAhead);
+    if (kStages > 1) fetch();
     Products::Begin(of_keys, of_queries);
     Products::template Along<kD>(of_keys, of_state, tiles.k);
     Products::Commit();
-    Products::template Along<kD>(of_queries, of_state, tiles.q);
+    if (kReads) Products::template Along<kD>(of_queries, of_state, tiles.q);
     Products::Commit();
-    if (chunk > 0) Write(chunk - 1);
+    write();
     Products::template Wait<1>(of_keys);
     Compare(stage, of_keys, off);
     Products::Begin(written);
-    Products::Seen(written, off, tiles.solve);
+    Products::Seen(written, off, tiles.inverse);
     Products::Commit();
-    Products::template Wait<1>(of_queries);
-#pragma unroll
-    for (int i = 0; i < kChunk / 2; i += 2) {
-      const float2 of = LoadTwo(weights.queries + i / 4 * 8 + ssm::ColumnOf(0));
-      of_queries[i] = Weighed(of.x, of_queries[i]), of_queries[i + 1] = Weighed(of.y, of_queries[i + 1]);
+    if (kReads) {
+      Products::template Wait<1>(of_queries);
+      WeighQueries(weights, of_queries);
     }
 #pragma unroll
     for (float& each : state) each = Weighed(weights.keeps, each);
     Products::template Wait<0>(written);
+    if (!kReads) PackY(written);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) AsLeft(left[k], written, k, as_it_is);
     if (weights.several) OnlyLastRun(stage, off, written);
     Products::Begin(of_queries);
-    Products::Seen(of_queries, left, tiles.seen);
+    if (kReads) Products::Seen(of_queries, left, tiles.seen);
     Products::Commit();
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
@@ -258,13 +267,26 @@ struct Walk {
     Products::Begin(state);
     Products::template Across<kD>(state, kept, tiles.k);
     Products::Commit();
-    Products::template Wait<1>(of_queries);
-#pragma unroll
-    for (int i = 0; i < kChunk / 4; ++i) y[i] = ssm::Pack(of_queries[2 * i], of_queries[2 * i + 1]);
+    if (kReads) {
+      Products::template Wait<1>(of_queries);
+      PackY(of_queries);
+    }
     Products::template Wait<0>(state);
+  }
+  __device__ __forceinline__ void WeighQueries(const Weights& weights, Results& of_queries) {
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; i += 2) {
+      const float2 of = LoadTwo(weights.queries + i / 4 * 8 + ssm::ColumnOf(0));
+      of_queries[i] = Weighed(of.x, of_queries[i]), of_queries[i + 1] = Weighed(of.y, of_queries[i + 1]);
+    }
+  }
+  __device__ __forceinline__ void PackY(const Results& of) {
+#pragma unroll
+    for (int i = 0; i < kChunk / 4; ++i) y[i] = ssm::Pack(of[2 * i], of[2 * i + 1]);
   }
 
   __device__ __forceinline__ void Run() {
+    const auto write = [&](int chunk) { Write(a.y + Values(chunk), a.s - chunk * kChunk); };
 #pragma unroll
     for (int chunk = 0; chunk < kAhead; ++chunk) Fetch(chunk);
 #pragma unroll
@@ -275,13 +297,16 @@ struct Walk {
       Meet();  // what was fetched is there for all
       if (a.states && chunk % (kKept / kChunk) == 0)
         Store(a.states, row * ((a.s + kKept - 1) / kKept) + chunk / (kKept / kChunk));
-      Step(chunk);
+      const auto write_last = [&] {
+        if (chunk > 0) write(chunk - 1);
+      };
+      Step(chunk % kStages, [&] { Fetch(chunk + kAhead); }, write_last);
       if (kStages == 1) {
         __syncthreads();  // none reads the tokens any more
         Fetch(chunk + kAhead);
       }
     }
-    if (Chunks() > 0) Write(Chunks() - 1);
+    if (Chunks() > 0) write(Chunks() - 1);
     if (a.last) Store(a.last, row);
   }
 };

@@ -38,6 +38,8 @@ TE_HANDLER(te_ssd_fwd, LaunchSsdFwd, "softplus", "least", "most", "shared");
 TE_HANDLER(te_ssd_bwd, LaunchSsdBwd, "softplus", "least", "most", "shared", "slab_rows", "slab_tokens",
            "slab_heads");
 TE_HANDLER(te_gated_delta_fwd, LaunchGatedDeltaFwd, "scale", "normalize", "shared");
+TE_HANDLER(te_gated_delta_bwd, LaunchGatedDeltaBwd, "scale", "normalize", "shared", "slab_rows",
+           "slab_tokens");
 TE_HANDLER(te_router_fwd, LaunchRouterFwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",
            "num_groups", "group_topk");
 TE_HANDLER(te_router_bwd, LaunchRouterBwd, "topk", "sigmoid", "scores_first", "normalizes", "scaling_factor",

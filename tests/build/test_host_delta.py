@@ -2,6 +2,8 @@
 order that the kernel allows (host_cuda/cluster.h), against one token after the other in float64. What it needs of
 chunks is made here, in float64, as csrc/delta/delta.cuh says."""
 
+from typing import NamedTuple
+
 import delta_oracle as oracle
 import jax
 import jax.numpy as jnp
@@ -24,34 +26,73 @@ def walk(tmp_path_factory):
     return program.compiled(tmp_path_factory.mktemp("delta_walk"), "delta_walk")
 
 
+@pytest.fixture(scope="module")
+def bwd_walk(tmp_path_factory):
+    return program.compiled(tmp_path_factory.mktemp("delta_bwd_walk"), "delta_bwd_walk")
+
+
+class Chunk(NamedTuple):
+    """Of one head: what csrc/delta/delta.cuh has, in float64."""
+
+    inverse: np.ndarray
+    seen: np.ndarray
+    keys: np.ndarray
+    queries: np.ndarray
+    left: np.ndarray
+    betas: np.ndarray
+    keeps: float
+    counts: tuple
+    pairs: tuple
+
+    def bytes(self):
+        weights = *self[2:6], [self.keeps]
+        parts = [a.astype(bf16) for a in self[:2]] + [np.asarray(a, f32) for a in weights]
+        return b"".join(
+            a.tobytes() for a in (*parts, np.array(self.counts, np.int32), *(np.asarray(a, f32) for a in self.pairs))
+        )
+
+
+def filled(a):
+    """With zeros up to whole chunks, in float64."""
+    return np.pad(a.astype(np.float64), [(0, -len(a) % CHUNK), *[(0, 0)] * (a.ndim - 1)])
+
+
 def chunks_of(given, runs):
-    """Of one row: bytes [chunks, h, ..], each a csrc/delta/delta.cuh Chunk."""
+    """Of one row: [chunks][h] of Chunk."""
     (s, h, _), g, d = given["v"].shape, *given["q"].shape[1:]
-    fill = lambda a: np.pad(a.astype(np.float64), [(0, -s % CHUNK), *[(0, 0)] * (a.ndim - 1)])
-    q, k, beta, gate = (fill(given[name]) for name in ("q", "k", "beta", "gate"))
+    q, k, beta, gate = (filled(given[name]) for name in ("q", "k", "beta", "gate"))
     own = np.pad(runs, (0, -s % CHUNK), mode="edge")
     before = np.pad(own, (1, 0), mode="edge")
     unit = lambda a: 1 / np.sqrt(np.sum(a * a, -1) + 1e-6)
-    parts = []
-    for first in range(0, s, CHUNK):
+
+    def chunk(first, head):
         at = slice(first, first + CHUNK)
         same, continues = own[at, None] == own[None, at], own[at] == before[first]
-        for head in range(h):
-            of_q, of_k = (a[at, head // (h // g)] for a in (q, k))
-            left_q, left_k = unit(of_q), unit(of_k)
-            sums = np.cumsum(np.maximum(gate[at, head], -100))
-            seen = np.tril(same) * np.exp(np.minimum(sums[:, None] - sums, 0)) * left_k
-            betas = beta[at, head]
-            solve = np.linalg.inv(
-                np.eye(CHUNK) + np.tril(betas[:, None] * left_k[:, None] * (of_k @ of_k.T) * seen, -1)
-            )
-            since, left = np.where(continues, np.exp(sums), 0), np.exp(sums[-1] - sums) * left_k
-            weights = (since * left_k, since * left_q * d**-0.5, np.where(same[-1], left, -1), [since[-1]])
-            several = np.array([not same[0, -1], 0, 0], np.int32)
-            products = solve * betas * same, (of_q @ of_k.T) * seen * left_q[:, None] * d**-0.5
-            parts += [a.astype(bf16).tobytes() for a in products]
-            parts += [np.asarray(a, f32).tobytes() for a in weights] + [several.tobytes()]
-    return np.frombuffer(b"".join(parts), np.uint8)
+        of_q, of_k = (a[at, head // (h // g)] for a in (q, k))
+        left_q, left_k = unit(of_q), unit(of_k)
+        sums = np.cumsum(np.maximum(gate[at, head], -100))
+        seen = np.tril(same) * np.exp(np.minimum(sums[:, None] - sums, 0)) * left_k
+        betas = beta[at, head]
+        inverse = np.linalg.inv(np.eye(CHUNK) + np.tril(betas[:, None] * left_k[:, None] * (of_k @ of_k.T) * seen, -1))
+        since, left = np.where(continues, np.exp(sums), 0), np.where(same[-1], np.exp(sums[-1] - sums) * left_k, -1)
+        return Chunk(
+            inverse * same, (of_q @ of_k.T) * seen * left_q[:, None] * d**-0.5, since * left_k,
+            since * left_q * d**-0.5, left, betas, since[-1], (not same[0, -1], continues.sum(), 0),
+            (sums / np.log(2), left_k, left_q),
+        )  # fmt: skip
+
+    return [[chunk(first, head) for head in range(h)] for first in range(0, s, CHUNK)]
+
+
+def in_bytes(chunks):
+    return np.frombuffer(b"".join(chunk.bytes() for heads in chunks for chunk in heads), np.uint8)
+
+
+def results_of(blob, like):
+    """The arrays that a program wrote."""
+    ends = np.cumsum([a.nbytes for a in like])
+    parts = np.split(np.frombuffer(blob, np.uint8), ends)
+    return [np.frombuffer(part, a.dtype).reshape(a.shape) for a, part in zip(like, parts)]
 
 
 @pytest.mark.parametrize("s, h, g, d, e", CASES, ids=str)
@@ -63,12 +104,8 @@ def test_walk(walk, rng, s, h, g, d, e):
         runs = np.cumsum(np.diff(ids, prepend=ids[0]) != 0)
         shapes = ((s, h, e), bf16), ((h, d, e), f32), ((-(-s // KEPT), h, d, e), f32)
         results = [np.full(shape, np.nan, dtype) for shape, dtype in shapes]
-        arrays = [*(given[name] for name in "qkv"), chunks_of(given, runs), given["initial_state"], *results]
-        blob = program.call(walk, [1, s, h, g, d, e], arrays)
-        y, last, kept = (
-            np.frombuffer(part, a.dtype).reshape(a.shape)
-            for a, part in zip(results, np.split(np.frombuffer(blob, np.uint8), np.cumsum([a.nbytes for a in results])))
-        )
+        arrays = [*(given[name] for name in "qkv"), in_bytes(chunks_of(given, runs)), given["initial_state"], *results]
+        y, last, kept = results_of(program.call(walk, [1, s, h, g, d, e], arrays), results)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda a: a.astype(np.float64), given)
             want, want_last = jax.device_get(jax.jit(oracle.rule)(wide, ids))
@@ -76,3 +113,47 @@ def test_walk(walk, rng, s, h, g, d, e):
         oracle.near(last[None], want_last[None], "final", ERROR)
         np.testing.assert_array_equal(kept[0], given["initial_state"])
         assert not np.isnan(kept).any()
+
+
+def walks(chunk, state, gradient, q, k, v, dy):
+    """What the walks make of a chunk of a head: what its tokens write and the state behind them; the gradient to what
+    they would write alone, and that to the state before them."""
+    of_left, row = np.maximum(chunk.left, 0)[:, None], lambda a: a[:, None]
+    written = chunk.inverse @ (row(chunk.betas) * (v - row(chunk.keys) * (k @ state)))
+    alone = chunk.inverse.T @ (chunk.seen.T @ dy + of_left * (k @ gradient))
+    before = chunk.keeps * gradient + (row(chunk.queries) * q).T @ dy - (row(chunk.keys * chunk.betas) * k).T @ alone
+    return written, chunk.keeps * state + (of_left * k).T @ written, alone, before
+
+
+@pytest.mark.parametrize("s, h, g, d, e", CASES[:3], ids=str)
+def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e):
+    """Three rows, each a call of its own: a slab of up to 512 tokens."""
+    rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=3)
+    count = -(-s // CHUNK)
+    for i, ids in enumerate(segments):
+        given, (dy, dlast) = jax.tree.map(lambda a: a[i], (rows, cotangents))  # noqa: B023
+        chunks = chunks_of(given, np.cumsum(np.diff(ids, prepend=ids[0]) != 0))
+        shapes = [((count, h, e, d), bf16)] * 2 + [((count * CHUNK, h, e), bf16)] * 2 + [((h, d, e), f32)]
+        results = [np.zeros(shape, dtype) for shape, dtype in shapes]
+        kept = given["initial_state"]
+        arrays = [*(given[name] for name in "qkv"), in_bytes(chunks), dy, kept, dlast, *results]
+        got = results_of(program.call(bwd_walk, [1, s, h, g, d, e], arrays), results)
+        want = [np.zeros(a.shape) for a in results]
+        q, k, v, dy = map(filled, (given["q"], given["k"], given["v"], dy))
+        for head in range(h):
+            state, gradient = kept[head].astype(np.float64), dlast[head].astype(np.float64)
+            of = lambda c, *arrays: [a[c * CHUNK : (c + 1) * CHUNK] for a in arrays]
+            heads = q[:, head // (h // g)], k[:, head // (h // g)], v[:, head], dy[:, head]
+            for c in range(count):
+                want[0][c, head] = state.T
+                written, state, _, _ = walks(chunks[c][head], state, gradient, *of(c, *heads))
+                want[2][c * CHUNK : (c + 1) * CHUNK, head] = written
+            for c in reversed(range(count)):
+                want[1][c, head] = gradient.T
+                _, _, alone, gradient = walks(chunks[c][head], state, gradient, *of(c, *heads))
+                want[3][c * CHUNK : (c + 1) * CHUNK, head] = alone
+            want[4][head] = gradient
+        for mine, exact, name in zip(got, want, ("states", "gradients", "written", "alone", "before")):
+            if name in ("written", "alone"):
+                mine, exact = mine[:s], exact[:s]
+            oracle.near(mine[None], exact[None], name, ERROR)

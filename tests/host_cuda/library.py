@@ -43,6 +43,9 @@ SOURCES = (
     "scan_bwd_chunks",
     "scan_bwd_states",
     "steps",
+    "delta_bwd",
+    "delta_bwd_chunks",
+    "delta_bwd_walk",
     "delta_chunks",
     "delta_fwd",
     "finish",
@@ -101,7 +104,7 @@ _NO_GPU = f"""
 
 #include "gemm/gemm.h"
 #include "gemm/gemm_grouped.h"
-#include "delta/delta_walk.cuh"
+#include "delta/delta_bwd.cuh"
 #include "ssm/operands.cuh"
 #include "ssm/scan_bwd.cuh"
 namespace te {{
@@ -114,6 +117,7 @@ Status grouped::RunWide(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; 
 Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status delta::RunHopper(cudaStream_t, const WalkArgs&, int64_t) {{ return {_LAUNCHED}; }}
+Status delta::RunGradWalksOnHopper(cudaStream_t, const GradArgs&) {{ return {_LAUNCHED}; }}
 Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const Steps*) {{ return {_LAUNCHED}; }}
 Status ssm::MakeMaps(const ScanCall&, const GradArgs&, HopperGradArgs*) {{ return {_LAUNCHED}; }}
 Status ssm::RunOnHopper(cudaStream_t, const HopperGradArgs&) {{ return {_LAUNCHED}; }}

@@ -19,7 +19,10 @@ from benchmarks.op_case import E4M3, E5M2, Case
 from benchmarks.op_cases import CASES
 
 # No kernel takes the bias of the one, nor the type and sizes of the others.
-_OF_XLA = ("swiglu_grouped", "ssd", "ssd_shared", "ssd_bwd", "ssd_shared_bwd", "gated_delta", "gated_delta_shared")
+_OF_XLA = (
+    "swiglu_grouped",
+    *(f"{name}{way}" for name in ("ssd", "ssd_shared", "gated_delta", "gated_delta_shared") for way in ("", "_bwd")),
+)
 KERNELS = [case for case in CASES if not case.declared.composed and case.name not in _OF_XLA]
 
 
@@ -47,10 +50,10 @@ def _with_other_operands() -> Iterator[Case]:
     outputs = ("dx", "ddt", "dA", "dB", "dC", "dD", "ddt_bias", "dinitial")
     yield replace(by_name["ssd_bwd"], name="ssd_bwd_bf16", outputs=outputs, **bwd)
     delta = by_name["gated_delta"]
-    sizes, ones = delta.sizes | dict(d=8, e=8), {"gate": ("d",)}
-    yield replace(
-        delta, name="gated_delta_bf16", sizes=sizes, ones=ones, dtypes=(*[bf16] * 3, f32, f32, jnp.int32, f32)
-    )
+    of_delta = dict(sizes=delta.sizes | dict(d=8, e=8), ones={"gate": ("d",)})
+    operands = (*[bf16] * 3, f32, f32, jnp.int32, f32)
+    yield replace(delta, name="gated_delta_bf16", dtypes=operands, **of_delta)
+    yield replace(by_name["gated_delta_bwd"], name="gated_delta_bwd_bf16", dtypes=(bf16, f32, *operands), **of_delta)
     for ones in ((), ("g",), ("b...0", "g")):
         yield replace(by_name["attention_bias_h_bwd"], name=f"attention_bias{ones}_bwd", ones={"bias": ones})
 

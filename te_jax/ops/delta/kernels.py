@@ -1,4 +1,4 @@
-"""How te_gated_delta_fwd calls its kernels, and for what."""
+"""How te_gated_delta_fwd and te_gated_delta_bwd call their kernels, and for what."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,10 +9,14 @@ import jax.numpy as jnp
 from te_jax.core.check import BOOL, check
 from te_jax.ops.delta.chunk import CHUNK
 from te_jax.ops.formats import ceil_div
+from te_jax.ops.ssm.pieces import CTAS
 from te_jax.ops.ssm.runs import runs_and_rows
 
+KEPT = 512
+"""Tokens: how often the state is kept for the backward pass."""
 _MOST = 128  # channels
-_CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 3 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
+_RULE_SLAB_BYTES = 48 << 20  # of what the kernels of a slab of the backward pass exchange, which so stays in L2
+_CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
 
 
 _in_use = False
@@ -51,7 +55,44 @@ def rule(
     return [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
 
 
+def rule_bwd(
+    reference: Callable[..., Any], call: Callable[..., Any], dy: Any, dfinal: Any, q: Any, k: Any, v: Any, beta: Any,
+    gate: Any, segments: Any, states: Any, **attrs: Any,
+) -> list[jax.Array]:  # fmt: skip
+    """The `cuda` of te_gated_delta_bwd."""
+    if not (_in_use and _rule_has_kernel(q, k, v, gate)):
+        return reference(dy, dfinal, q, k, v, beta, gate, segments, states, **attrs)
+    dy, types = dy.astype(v.dtype), dict(dbeta=beta.dtype, dgate=gate.dtype)
+    beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
+    given = dy, dfinal, q, k, v, beta, gate, states
+    runs, dy, dfinal, q, k, rows, beta, gate, states = runs_and_rows(v.ndim - 3, segments, *given)
+    attrs |= _slab_of_rule(*rows.shape, k.shape[-1])
+    results = call(dy, dfinal, q, k, rows, beta, gate, runs, states, **attrs)
+    whole = [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
+    return [a.astype(types.get(name, a.dtype)) for name, a in zip(call.keywords["outputs"], whole, strict=True)]
+
+
+def _slab_of_rule(rows, s, h, e, d):
+    """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
+    of_block = 2 * h * e * 2 * (KEPT // CHUNK * d + KEPT)
+    blocks = max(1, _RULE_SLAB_BYTES // of_block)  # of KEPT tokens of a row
+    slab_rows = min(rows, blocks, max(1, CTAS // h))  # a CTA walks over the tokens of a row and head
+    tokens = KEPT * min(blocks // slab_rows, ceil_div(s, KEPT), 64)
+    return dict(slab_rows=slab_rows, slab_tokens=min(tokens, max(1, ceil_div(s, CHUNK)) * CHUNK))
+
+
 def rule_workspace(q: Any, k: Any, v: Any, *_: Any, **attrs: Any) -> int:
     """Bytes."""
     rows, s, h, _ = v.shape
     return rows * ceil_div(s, CHUNK) * h * _CHUNK_BYTES
+
+
+def rule_bwd_workspace(
+    dy: Any, dfinal: Any, q: Any, k: Any, v: Any, *_: Any, outputs: tuple[str, ...], slab_rows: int, slab_tokens: int,
+    **attrs: Any,
+) -> int:  # fmt: skip
+    """Bytes, as csrc/base/ops.h has them."""
+    (rows, _, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
+    carried = 0 if "dinitial" in outputs else rows * h * d * e * 4
+    sizes = rule_workspace(q, k, v), carried, 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
+    return sum(ceil_div(size, 256) * 256 for size in sizes)

@@ -17,13 +17,11 @@ from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.delta import kernels
 from te_jax.ops.delta.chunk import CHUNK, Chunk, of_chunk
+from te_jax.ops.delta.kernels import KEPT
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.ssm.chunks import Runs, runs_of_chunks, to_chunks, tokens_of
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.runs import one_batch
-
-KEPT = 512
-"""Tokens: how often the state is kept for the backward pass."""
 
 
 class _Blocks(NamedTuple):
@@ -141,7 +139,8 @@ gated_delta_bwd: Op = Op(
     dtypes=lambda dy, dfinal, q, k, v, beta, gate, segments, states, **attrs: (q, k, v, beta, gate, states),
     reference=_plain_bwd,
     sizes=_VALUES_OF_A_KEY,
-    composed=True,
+    workspace=kernels.rule_bwd_workspace,
+    cuda=partial(kernels.rule_bwd, _plain_bwd),
 )
 """The backward pass of te_gated_delta_fwd, of its operands and the states that it kept: results of the operands' types,
 and dinitial in f32. dy is of v's type or f32. What happens within 512 tokens is computed again."""

@@ -1,0 +1,35 @@
+// te_gated_delta_bwd's walks by mma.sync.
+#include "delta/delta_bwd_walk.cuh"
+
+namespace te::delta {
+namespace {
+
+template <int kD, int kStages>
+__global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2) te_gated_delta_bwd_walk(const GradArgs a) {
+  extern __shared__ uint4 memory[];
+  RunGradWalk<kD, kStages, WarpProducts>(a, *reinterpret_cast<WalkShared<kD, kStages>*>(memory));
+}
+
+template <int kD, int kStages>
+Status Run(cudaStream_t stream, const GradArgs& a) {
+  const auto kernel = te_gated_delta_bwd_walk<kD, kStages>;
+  constexpr size_t kBytes = sizeof(WalkShared<kD, kStages>);
+  TE_TRY(ssm::AllowShared(kernel, kBytes));
+  kernel<<<GradWalkGrid(a), kThreads, kBytes, stream>>>(a);
+  TE_LAUNCHED();
+}
+
+template <int kD>
+Status RunWithin(cudaStream_t stream, const GradArgs& a) {
+  int64_t bytes = 0;
+  TE_TRY(ssm::SharedBytes(&bytes));
+  return (int64_t(sizeof(WalkShared<kD, 2>)) <= bytes ? Run<kD, 2> : Run<kD, 1>)(stream, a);
+}
+
+}  // namespace
+
+Status RunGradWalks(cudaStream_t stream, const GradArgs& a) {
+  return (a.again.d <= 64 ? RunWithin<64> : RunWithin<128>)(stream, a);
+}
+
+}  // namespace te::delta
