@@ -36,9 +36,10 @@ struct GradArgs {
   }
 };
 
-// The kernels of a slab: the walks, on Hopper and elsewhere, and then all chunks.
+// The kernels of a slab: the walks, on Hopper and elsewhere, and then all chunks. early: before the kernel
+// ahead is over, as the walks on Hopper.
 Status RunGradWalks(cudaStream_t stream, const GradArgs& a);
 Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a);
-Status RunGradChunks(cudaStream_t stream, const GradArgs& a);
+Status RunGradChunks(cudaStream_t stream, const GradArgs& a, bool early);
 
 }  // namespace te::delta

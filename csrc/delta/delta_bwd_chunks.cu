@@ -2,6 +2,7 @@
 // has a chunk of the heads of values that share a key, one after the other, and sums over them.
 
 #include "base/check.h"
+#include "base/launch.h"
 #include "delta/delta_bwd.cuh"
 
 namespace te::delta {
@@ -68,7 +69,7 @@ struct Gradients {
   __device__ __forceinline__ int64_t Row() const { return a.slab.first_row + row; }
   __device__ __forceinline__ int Token() const { return a.slab.first_token + chunk * kChunk; }
   __device__ __forceinline__ int Rows() const { return Of().s - Token(); }
-  __device__ __forceinline__ int64_t Values(int head, int first) const {
+  __device__ __forceinline__ int64_t ValuesAt(int head, int first) const {
     return ((Row() * Of().s + Token()) * Of().h + head) * Of().e + first;
   }
   __device__ __forceinline__ int64_t Keys() const {
@@ -82,7 +83,7 @@ struct Gradients {
       const int64_t state = a.State(row, chunk, head) + int64_t(first) * Of().d;
       const int64_t written = a.Written(row, chunk * kChunk, head, first);
       const int64_t stride = int64_t(Of().h) * Of().e;
-      unit.dy.Fetch(a.back.v + Values(head, first), stride, Rows(), values);
+      unit.dy.Fetch(a.back.v + ValuesAt(head, first), stride, Rows(), values);
       unit.written.Fetch(a.written + written, stride, Rows(), values);
       unit.gradient_written.Fetch(a.gradients_written + written, stride, Rows(), values);
       unit.state.Fetch(a.states + state, Of().d, values, Of().d);
@@ -147,7 +148,10 @@ struct Gradients {
     auto& unit = s.units[i % kStages];
     const bool begins = i % Tiles() == 0;
     const Weights& weights = unit.weights;
+    Values v = {};
+    LoadValues(v, Head(i), First(i));  // on their way meanwhile
     OfScores(unit, begins);
+    OfValues(unit, v, Head(i), First(i), begins);
     OfState(unit.dy, unit.state, s.q, dq, s.reads, false, [&](int token) {
       const float by = weights.queries[token];
       return make_float2(by, by);
@@ -160,7 +164,6 @@ struct Gradients {
       const float by = fmaxf(weights.left[token], 0.f);
       return make_float2(by, by);
     });
-    OfValues(unit, Head(i), First(i), begins);
     OfStates(unit, begins);
   }
 
@@ -270,21 +273,34 @@ struct Gradients {
     return ssm::Unpack(*reinterpret_cast<const uint32_t*>(at));
   }
 
-  // dv, beta times the gradient to what a token would write; and that times v. Four threads have a token.
-  __device__ __forceinline__ void OfValues(GradUnit<kD>& unit, int head, int first, bool begins) {
+  // v of a token that four threads share; of it, dv, beta times the gradient to what a token would write, and
+  // that times v.
+  using Values = Vec<Bf16, 8>[kSlab / 32];
+  __device__ __forceinline__ bool Has(int first, int j) const {
+    return int(threadIdx.x) / 4 < Rows() && first + ColumnOfValues(j) < Of().e;
+  }
+  __device__ __forceinline__ static int ColumnOfValues(int j) { return threadIdx.x % 4 * 8 + 32 * j; }
+  __device__ __forceinline__ int64_t TokenOfValues(int head, int first) const {
+    return ValuesAt(head, first) + int64_t(threadIdx.x / 4) * Of().h * Of().e;
+  }
+  __device__ __forceinline__ void LoadValues(Values& v, int head, int first) const {
+#pragma unroll
+    for (int j = 0; j < kSlab / 32; ++j)
+      if (Has(first, j)) v[j] = Load<8>(Of().v + TokenOfValues(head, first) + ColumnOfValues(j));
+  }
+  __device__ __forceinline__ void OfValues(GradUnit<kD>& unit, const Values& v, int head, int first,
+                                           bool begins) {
     const int token = threadIdx.x / 4;
     const float beta = unit.weights.betas[token];
     if (begins) along = 0;
-    if (token >= Rows()) return;
-    const int64_t at = Values(head, first) + int64_t(token) * Of().h * Of().e;
 #pragma unroll
-    for (int column = threadIdx.x % 4 * 8; column < kSlab; column += 32) {
-      if (first + column >= Of().e) continue;
-      const auto of = Load<8>(unit.gradient_written.At(token, column)), v = Load<8>(Of().v + at + column);
+    for (int j = 0; j < kSlab / 32; ++j) {
+      if (!Has(first, j)) continue;
+      const auto of = Load<8>(unit.gradient_written.At(token, ColumnOfValues(j)));
       float dv[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) along += of[j] * v[j], dv[j] = beta * of[j];
-      Store(a.dv + at + column, Round<Bf16, 8>(dv));
+      for (int n = 0; n < 8; ++n) along += of[n] * v[j][n], dv[n] = beta * of[n];
+      Store(a.dv + TokenOfValues(head, first) + ColumnOfValues(j), Round<Bf16, 8>(dv));
     }
   }
 
@@ -429,34 +445,35 @@ template <int kD, int kStages, bool kRuns>
 __global__ void __launch_bounds__(kGradThreads) te_gated_delta_bwd_chunks(const GradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<GradShared<kD, kStages, kRuns>*>(memory);
+  LetNextStart();
+  AwaitPrevious();
   if (a.slab.first_token + int(blockIdx.y) * kChunk >= a.again.s) return;
   Gradients<kD, kStages, kRuns>{a, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x)}.Run();
 }
 
 template <int kD, int kStages, bool kRuns>
-Status Run(cudaStream_t stream, const GradArgs& a) {
+Status Run(cudaStream_t stream, const GradArgs& a, bool early) {
   const auto kernel = te_gated_delta_bwd_chunks<kD, kStages, kRuns>;
   constexpr size_t kBytes = sizeof(GradShared<kD, kStages, kRuns>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const dim3 grid(a.again.g, a.slab.tokens / kChunk, a.slab.rows);
-  kernel<<<grid, kGradThreads, kBytes, stream>>>(a);
-  TE_LAUNCHED();
+  return LaunchBehind(stream, early, kernel, grid, kGradThreads, kBytes, a);
 }
 
 template <int kD, bool kRuns>
-Status RunWithin(cudaStream_t stream, const GradArgs& a) {
+Status RunWithin(cudaStream_t stream, const GradArgs& a, bool early) {
   constexpr int64_t kTwo = sizeof(GradShared<kD, 2, true>), kOne = sizeof(GradShared<kD, 1, true>);
   static_assert(kTwo <= 227 * 1024 && kOne <= 99 * 1024);
   int64_t bytes = 0;
   TE_TRY(ssm::SharedBytes(&bytes));
-  return kTwo <= bytes ? Run<kD, 2, kRuns>(stream, a) : Run<kD, 1, kRuns>(stream, a);
+  return kTwo <= bytes ? Run<kD, 2, kRuns>(stream, a, early) : Run<kD, 1, kRuns>(stream, a, early);
 }
 
 }  // namespace
 
-Status RunGradChunks(cudaStream_t stream, const GradArgs& a) {
+Status RunGradChunks(cudaStream_t stream, const GradArgs& a, bool early) {
   return ssm::DispatchStates(a.again.d, a.runs,
-                             [&]<int kD, bool kRuns>() { return RunWithin<kD, kRuns>(stream, a); });
+                             [&]<int kD, bool kRuns>() { return RunWithin<kD, kRuns>(stream, a, early); });
 }
 
 }  // namespace te::delta

@@ -10,6 +10,8 @@ template <int kD>
 __global__ void __launch_bounds__(kThreads, 1) te_gated_delta_bwd_walk_hopper(const GradArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
+  LetNextStart();
+  AwaitPrevious();
   RunGradWalk<kD, kHopperStages, GroupProducts>(a, *reinterpret_cast<HopperShared<kD>*>(shared));
 #else
   __trap();  // compiled only for Hopper

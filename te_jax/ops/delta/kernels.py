@@ -15,7 +15,7 @@ from te_jax.ops.ssm.runs import runs_and_rows
 KEPT = 512
 """Tokens: how often the state is kept for the backward pass."""
 _MOST = 128  # channels
-_RULE_SLAB_BYTES = 48 << 20  # of what the kernels of a slab of the backward pass exchange, which so stays in L2
+_RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange: most of it stays in L2
 _CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
 
 
