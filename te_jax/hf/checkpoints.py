@@ -178,7 +178,8 @@ def _shardings_by_path(shardings) -> dict[str, Any]:
 
 
 def _config_by_files(config: ModelConfig, family: Family, found, held, read) -> ModelConfig:
-    """`config` with what only the tensors say: whether the head is the embedding, and what was left out."""
+    """`config` with what only the tensors say: whether the head is the embedding, what there is, what was left out."""
+    config = family.by_files(config, held)
     if family.ties_by_files and _has_a_head(family, held, read):
         config = replace(config, tie_embeddings=False)
     if any(map(family.spare(found), held)):
@@ -280,8 +281,12 @@ def save(
     _check_parameters(plan, params)
     part = fp8_part(plan, params, variables.get("fp8_metas"), fp8)
     dtype = params["params/embedding"].dtype.name
+    named = plan.family.architecture
     architecture = dict(
-        model_type=plan.family.name, architectures=[plan.family.architecture], torch_dtype=dtype, dtype=dtype
+        model_type=plan.family.name,
+        architectures=[named if isinstance(named, str) else named(model.config)],
+        torch_dtype=dtype,
+        dtype=dtype,
     )
     written = plan.family.write(model.config) | architecture
     for word in ("quantization_config", "auto_map"):  # of the files that it was read from: their types, their code

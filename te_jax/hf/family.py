@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 
 from te_jax.core.check import BOOL, NONE, RATE, Kind, number
 from te_jax.hf import rules, words
+from te_jax.hf.files import Stored
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, LAYERS, LIST_OF_NAMES, SIZE, Check, Said, Word, stray, unused
 from te_jax.models import ModelConfig
@@ -17,7 +18,7 @@ ROPE_TABLES = (".rotary_emb.inv_freq",)
 class Family(NamedTuple):
     """One kind of checkpoint.
 
-    name, architecture: its `model_type` and the one of `architectures` in config.json.
+    name, architecture: its `model_type` and the one of `architectures` in config.json, or ModelConfig -> that one.
     model:   the class of `te_jax.models`.
     base:    a model of the family, of any size: what no word says.
     words:   of config.json.
@@ -32,10 +33,11 @@ class Family(NamedTuple):
     older:   what endings of tensors' names were called once: (once, now).
     spare:   config.json -> whether a tensor of that name belongs to another model of the same files.
     without_spare: what config.json says where they are left out.
+    by_files: (config, the tensors by their names of today) -> the config that they say where config.json does not.
     """
 
     name: str
-    architecture: str
+    architecture: str | Callable[[ModelConfig], str]
     model: type[Model]
     base: ModelConfig
     words: tuple[Word, ...]
@@ -49,6 +51,7 @@ class Family(NamedTuple):
     older: tuple[tuple[str, str], ...] = ()
     spare: Callable[[Mapping[str, Any]], Callable[[str], bool]] = lambda config: lambda name: False
     without_spare: Mapping[str, Any] = {}
+    by_files: Callable[[ModelConfig, Mapping[str, Stored]], ModelConfig] = lambda config, held: config
 
     def said(self, found: Mapping[str, Any]) -> Said:
         """All words of a config.json. Raises TypeError or ValueError, naming the word, for what te_jax does not

@@ -10,7 +10,7 @@ from te_jax.hf.words import LAYERS, SIZE, Word, fixed, words_of
 from te_jax.models import ModelConfig, VisionEncoder, families
 from te_jax.models.families import Size
 
-_SIGLIP = words_of(
+OF_IMAGES = (
     Word("hidden_size", SIZE, 768, to=("hidden_size",)),
     Word("intermediate_size", SIZE, 3072, to=("layer/mlp_hidden_size",)),
     Word("num_hidden_layers", LAYERS, 12, to=("num_layers",)),
@@ -18,22 +18,34 @@ _SIGLIP = words_of(
     Word("num_channels", SIZE, 3, to=("image_channels",)),
     Word("image_size", SIZE, 224, to=("image_size",)),
     Word("patch_size", SIZE, 16, to=("patch_size",)),
-    fixed("hidden_act", "gelu_pytorch_tanh"),
     epsilon("layer_norm_eps"),
+    *ELSEWHERE,
+)
+CHECKS_OF_IMAGES = (divides("num_attention_heads", "hidden_size"), at_most("patch_size", "image_size"))
+_SIGLIP = words_of(
+    *OF_IMAGES,
+    fixed("hidden_act", "gelu_pytorch_tanh"),
     dropout("attention_dropout", "attention_dropout"),
     Word("vision_use_head", BOOL, True, to=("pooling_head",)),
-    *ELSEWHERE,
     layer_norm_eps=1e-6,
     attention_dropout=0.0,
 )
 
 
-def _patches(p: int) -> Recast:
-    """A convolution's kernel [H, c, p, p] as the dense one [p * p * c, H] of patches [p, p, c]."""
-    return Recast(
+def patch_rules(p: int, name: str) -> list[TensorRule]:
+    """The convolution `name`, whose kernel [H, c, p, p] is the dense one [p * p * c, H] of patches [p, p, c]."""
+    form = Recast(
         lambda a: (a.transpose(2, 3, 1, 0).reshape(-1, a.shape[0]),),
         lambda a: (a.reshape(p, p, -1, a.shape[-1]).transpose(3, 2, 0, 1),),
     )
+    return [
+        TensorRule(("embedding",), (f"{name}.weight",), form),
+        TensorRule(("embedding_bias",), (f"{name}.bias",), rules.SAME),
+    ]
+
+
+# A tensor with an axis of 1 in front.
+OF_BATCH = Recast(lambda a: (a[0],), lambda a: (a[None],))
 
 
 def _query_and_kv_bias(queries: int) -> Recast:
@@ -45,11 +57,10 @@ def _query_and_kv_bias(queries: int) -> Recast:
 
 def _siglip_rules(c: ModelConfig) -> list[TensorRule]:
     stack, layer = "layers", "encoder.layers.{i}"
-    patches, pool, width = "embeddings.patch_embedding", "head", c.hidden_size
+    pool, width = "head", c.hidden_size
     own = [f"{layer}.self_attn.{name}_proj" for name in ("q", "k", "v", "out")]
     made = [
-        TensorRule(("embedding",), (f"{patches}.weight",), _patches(c.patch_size)),
-        TensorRule(("embedding_bias",), (f"{patches}.bias",), rules.SAME),
+        *patch_rules(c.patch_size, "embeddings.patch_embedding"),
         TensorRule(("positions",), ("embeddings.position_embedding.weight",), rules.SAME),
         *rules.norm_rules(f"{LAYER}/attention/qkv", f"{layer}.layer_norm1", True, stack),
         *rules.attention_rules(f"{LAYER}/attention", *own, fused=True, bias=True, stack=stack),
@@ -62,7 +73,7 @@ def _siglip_rules(c: ModelConfig) -> list[TensorRule]:
     both = lambda end: tuple(f"pool_attention/{name}/{end}" for name in ("query", "kv"))
     return [
         *made,
-        TensorRule(("pool_probe",), (f"{pool}.probe",), Recast(lambda a: (a[0],), lambda a: (a[None],))),
+        TensorRule(("pool_probe",), (f"{pool}.probe",), OF_BATCH),
         TensorRule(both("kernel"), (f"{pool}.attention.in_proj_weight",), rules.query_and_kv(width)),
         TensorRule(both("bias"), (f"{pool}.attention.in_proj_bias",), _query_and_kv_bias(width)),
         *rules.dense_rules("pool_attention/out", f"{pool}.attention.out_proj", True),
@@ -77,7 +88,7 @@ SIGLIP_VISION = Family(
     VisionEncoder,
     families.siglip(Size(1, 1, 1, 1, vocab=0)),
     _SIGLIP,
-    (divides("num_attention_heads", "hidden_size"), at_most("patch_size", "image_size")),
+    CHECKS_OF_IMAGES,
     _siglip_rules,
     ("embeddings.position_ids",),
     old_prefix="vision_model.",

@@ -32,6 +32,8 @@ _KINDS_OF_CONFIG = {
     "patch_size": NONE | integer(1),
     "image_channels": integer(1),
     "pooling_head": BOOL,
+    "class_token": BOOL,
+    "num_labels": integer(0),
     "origin": NONE | Kind("what te_jax.hf.load made", lambda value: isinstance(value, Origin)),
 }
 _EMPTY: FrozenDict = FrozenDict()
@@ -78,7 +80,10 @@ class ModelConfig(KnownFields):
     logit_softcap:   c: logits z become c tanh(z / c).
     image_size, patch_size, image_channels: of a `VisionEncoder`, whose images are [b, image_size, image_size,
                      image_channels], cut into squares of patch_size pixels; None: the model reads tokens.
-    pooling_head:    attention of one learned token makes one vector of the patches.
+    pooling_head:    attention of one learned token makes one vector of the patches; with class_token a dense layer
+                     and tanh make it of that token.
+    class_token:     a learned token stands in front of the patches, and is the vector of an image.
+    num_labels:      the labels of a classifier of that vector; 0: there is none.
     origin:          the checkpoint that the model was read from, as `te_jax.hf.load` sets it. It is not compared.
 
     Hashable. Raises TypeError and ValueError for fields that are not of their kind.
@@ -105,6 +110,8 @@ class ModelConfig(KnownFields):
     patch_size: int | None = None
     image_channels: int = 3
     pooling_head: bool = False
+    class_token: bool = False
+    num_labels: int = 0
     origin: Origin | None = field(default=None, compare=False, repr=False)
 
     def __post_init__(self) -> None:

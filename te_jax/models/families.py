@@ -87,6 +87,13 @@ def siglip(size: Size, image: int = 224, patch: int = 16) -> ModelConfig:
     return size.model(layer, family="siglip_vision_model", **others)
 
 
+def vit(size: Size, image: int = 224, patch: int = 16) -> ModelConfig:
+    """Dosovitskiy et al. 2020, https://arxiv.org/abs/2010.11929: as `siglip`, but with a token of the image in front of
+    the patches, which a dense layer and tanh read."""
+    config = siglip(size, image, patch).with_layer(layernorm_epsilon=1e-12, mlp_activations=(exact_gelu,))
+    return replace(config, family="vit", class_token=True)
+
+
 def t5(size: Size) -> ModelConfig:
     """Raffel et al. 2019, https://arxiv.org/abs/1910.10683. RMSNorm first, no biases, relative positions: in the
     encoder both ways, in the decoder only of the past; one table of them for each stack."""
@@ -413,6 +420,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "bert": bert,
     "modernbert": modernbert,
     "siglip": siglip,
+    "vit": vit,
     "t5": t5,
     "llama3": llama3,
     "llama2": llama,

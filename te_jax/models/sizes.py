@@ -103,6 +103,8 @@ SIZES = {
     "modernbert-large": Size(1024, 2624, 16, 28, vocab=50368),
     "siglip-base": Size(768, 3072, 12, 12, vocab=0),
     "siglip-large": Size(1024, 4096, 16, 24, vocab=0),
+    "vit-base": Size(768, 3072, 12, 12, vocab=0),
+    "vit-large": Size(1024, 4096, 16, 24, vocab=0),
     "t5-small": _t5(512, 2048, 8, 6),
     "t5-base": _t5(768, 3072, 12, 12),
     "t5-large": _t5(1024, 4096, 16, 24),

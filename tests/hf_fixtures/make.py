@@ -296,6 +296,18 @@ MODELS = {
             **dict(image_size=8, patch_size=4, num_channels=1, vision_use_head=False),
         )
     ),
+    "vit": lambda: hf.ViTModel(
+        hf.ViTConfig(
+            **dict(hidden_size=32, intermediate_size=40, num_hidden_layers=2, num_attention_heads=4),
+            **dict(image_size=13, patch_size=4),
+        )
+    ),
+    "vit-classifier": lambda: hf.ViTForImageClassification(
+        hf.ViTConfig(
+            **dict(hidden_size=32, intermediate_size=40, num_hidden_layers=1, num_attention_heads=2),
+            **dict(image_size=8, patch_size=4, num_channels=1, num_labels=5),
+        )
+    ),
     "t5": lambda: hf.T5ForConditionalGeneration(hf.T5Config(**_T5, feed_forward_proj="relu")),
     "t5-v1.1": lambda: hf.T5ForConditionalGeneration(
         hf.T5Config(**_T5, feed_forward_proj="gated-gelu", tie_word_embeddings=False, num_decoder_layers=1)
@@ -330,11 +342,12 @@ def texts(rows: int, length: int, seed: int):
 
 
 def expected(name: str, model) -> dict:
-    if name.startswith("siglip"):
+    if hasattr(model.config, "image_size"):
         sizes = (2, model.config.num_channels, model.config.image_size, model.config.image_size)
         images = torch.randn(sizes, generator=torch.Generator().manual_seed(1))
-        out = model(images)
+        out = model.base_model(images)
         made = dict(images=images.permute(0, 2, 3, 1).contiguous(), hidden=out.last_hidden_state)
+        made |= dict(logits=model(images).logits) if hasattr(model, "classifier") else {}
         return made if out.pooler_output is None else made | dict(pooled=out.pooler_output)
     tokens, lengths = texts(2, 11, 1), torch.tensor([11, 6])
     mask = (torch.arange(11) < lengths[:, None]).long()

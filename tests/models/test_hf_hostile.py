@@ -298,7 +298,7 @@ NO_SIZES = {
 NO_SIZES |= {"pad_token_id", "decoder_start_token_id", "max_window_layers", "mamba_chunk_size"}
 NO_SIZES |= {"chunk_size", "expand", "num_logits_to_keep", "original_max_position_embeddings"}
 NO_SIZES |= {"_sliding_window_pattern", "query_pre_attn_scalar", "no_rope_layer_interval"}
-NO_SIZES |= {"local_attention", "sparse_pred_ignore_index", "global_attn_every_n_layers"}
+NO_SIZES |= {"encoder_stride", "local_attention", "sparse_pred_ignore_index", "global_attn_every_n_layers"}
 NO_SIZES |= {"attention_chunk_size", "floor_scale", "interleave_moe_layer_step"}
 UNREAD = {
     "deepseek-v3": {"head_dim", "qk_head_dim", "num_key_value_heads"},

@@ -99,6 +99,8 @@ COUNTS = {  # of the parameters of transformers' models of these sizes
     "modernbert-large": 395_881_664,
     "siglip-base": 92_884_224,
     "siglip-large": 315_894_784,
+    "vit-base": 86_389_248,
+    "vit-large": 304_351_232,
 }
 
 

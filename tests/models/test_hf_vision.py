@@ -23,7 +23,7 @@ from te_jax.recipe import Float8CurrentScaling
 pytest.importorskip("safetensors")
 from safetensors.numpy import save_file
 
-NAMES = ("siglip", "siglip-headless")
+NAMES = ("siglip", "siglip-headless", "vit", "vit-classifier")
 
 
 def compare(got, want, tolerance=1e-5):
@@ -32,13 +32,13 @@ def compare(got, want, tolerance=1e-5):
 
 @pytest.mark.parametrize("name", NAMES)
 def test_transformers(name, tmp_path):
-    """Hidden states and pooled ones in f32 within 1e-5 of the largest; and saved again, the same bytes and config."""
+    """Hidden states, pooled ones and logits in f32 within 1e-5 of the largest; and saved again, the same bytes and
+    config."""
     due = np.load(FIXTURES / name / "expected.npz")
     model, variables = hf.load(FIXTURES / name)
-    both = jax.jit(
-        lambda images: [model.apply(variables, images, pooled=each) for each in (False, True)[: len(due) - 1]]
-    )
-    for got, key in zip(both(due["images"]), ("hidden", "pooled")):
+    kinds = [key for key in ("hidden", "pooled", "logits") if key in due]
+    call = lambda images, kind: model.apply(variables, images, **({} if kind == "hidden" else {kind: True}))
+    for got, key in zip(jax.jit(lambda images: [call(images, kind) for kind in kinds])(due["images"]), kinds):
         compare(got, due[key])
     hf.save(tmp_path / "again", model, variables)
     got, want = tensors(tmp_path / "again"), tensors(FIXTURES / name)
@@ -56,14 +56,50 @@ def test_older_names(tmp_path):
     jax.tree.map(np.testing.assert_array_equal, hf.load(folder)[1], hf.load(FIXTURES / "siglip")[1])
 
 
-def test_nnx():
+def test_a_vit_without_a_pooler(tmp_path):
+    """What the files have counts: the vector of an image is then the class token's, and nothing more is written."""
+    due = np.load(FIXTURES / "vit" / "expected.npz")
+    folder = shutil.copytree(FIXTURES / "vit", tmp_path / "bare")
+    held = {key: a for key, a in tensors(folder).items() if not key.startswith("pooler")}
+    save_file(held, folder / files.ONE)
+    model, variables = hf.load(folder)
+    compare(model.apply(variables, due["images"], pooled=True), due["hidden"][:, 0])
+    hf.save(tmp_path / "again", model, variables)
+    assert tensors(tmp_path / "again").keys() == held.keys()
+
+
+def test_labels(tmp_path):
+    """Their names are kept; where the classifier is another one, config.json says how many there are now."""
+    folder = shutil.copytree(FIXTURES / "vit-classifier", tmp_path / "named")
+    words = json.loads((folder / "config.json").read_text())
+    named = words | dict(id2label={str(i): name for i, name in enumerate("abcde")})
+    (folder / "config.json").write_text(json.dumps(named))
+    model, variables = hf.load(folder)
+    for count in (5, 2, 0):
+        params = {key: a[:count] if "head" in key else a for key, a in variables["params"].items()}
+        params = params if count else {key: a for key, a in params.items() if "head" not in key}
+        hf.save(tmp_path / str(count), model.clone(config=replace(model.config, num_labels=count)), dict(params=params))
+        written = json.loads((tmp_path / str(count) / "config.json").read_text())
+        assert written["architectures"] == ["ViTForImageClassification" if count else "ViTModel"]
+        names = {5: [*"abcde"], 2: ["LABEL_0", "LABEL_1"]}
+        assert count == 0 or [*written["id2label"].values()] == names[count]
+        again, same = hf.load(tmp_path / str(count))
+        assert again.config.num_labels == count and not again.config.pooling_head
+        jax.tree.map(np.testing.assert_array_equal, same["params"], params)
+
+
+@pytest.mark.parametrize("name", ["siglip", "vit"])
+def test_nnx(name):
     """The layers of te_jax.nnx between patches and the last norm give transformers' hidden states."""
-    due = np.load(FIXTURES / "siglip" / "expected.npz")
-    model, variables = hf.load(FIXTURES / "siglip", scan=False)
+    due = np.load(FIXTURES / name / "expected.npz")
+    model, variables = hf.load(FIXTURES / name, scan=False)
     c, params = model.config, variables["params"]
     at = [(row, column) for row in (0, 4, 8) for column in (0, 4, 8)]
     patches = np.stack([due["images"][:, i : i + 4, j : j + 4].reshape(2, -1) for i, j in at], 1)
-    x = jnp.asarray(patches @ params["embedding"] + params["embedding_bias"] + params["positions"])
+    x = jnp.asarray(patches @ params["embedding"] + params["embedding_bias"])
+    if c.class_token:
+        x = jnp.concatenate([jnp.broadcast_to(params["class_token"], (2, 1, c.hidden_size)), x], 1)
+    x = x + params["positions"]
     for i in range(c.num_layers):
         module = te_nnx.TransformerLayer(**c.fields_of_layer(i), rngs=nnx.Rngs(0))
         layer = te_nnx.from_linen(dict(params=params[f"layer_{i}"]["TransformerLayer_0"]), module)
@@ -75,16 +111,18 @@ def test_nnx():
     compare(norm(x), due["hidden"])
 
 
-def test_fp8_and_gradients():
+@pytest.mark.parametrize("name", ["siglip", "vit"])
+def test_fp8_and_gradients(name):
     """Under FP8 hidden and pooled states are near f32's; all parameters get gradients.
 
     E4M3 is off by up to 2**-4 of a number, 2**-4 / sqrt(3) in the mean of squares: of both operands 0.05 of a product's
     terms, whose signs differ. Two layers of four products add 0.05 to a residual that is as large: within 1/16 of the
-    largest. The pooling head has three more, with no residual around the first: twice that. A gradient meets E5M2, off
-    by twice as much, in eight products more: sqrt(8 * (0.04**2 + 0.06**2)) is 0.2.
+    largest. The pooling head has three more, with no residual around the first: twice that; so has ViT's one of a
+    single product, in front of its tanh. A gradient meets E5M2, off by twice as much, in eight products more:
+    sqrt(8 * (0.04**2 + 0.06**2)) is 0.2.
     """
-    due = np.load(FIXTURES / "siglip" / "expected.npz")
-    model, variables = hf.load(FIXTURES / "siglip")
+    due = np.load(FIXTURES / name / "expected.npz")
+    model, variables = hf.load(FIXTURES / name)
     images = jnp.asarray(due["images"])
 
     @functools.partial(jax.jit, static_argnames="fp8")
@@ -98,7 +136,8 @@ def test_fp8_and_gradients():
 
     (_, (hidden, vectors)), grads = run(variables, True)
     compare(hidden, due["hidden"], 1 / 16)
-    compare(vectors, due["pooled"], 1 / 8)
+    before_tanh = np.arctanh if model.config.class_token else np.asarray
+    compare(before_tanh(vectors), before_tanh(due["pooled"]), 1 / 8)
     assert all(bool(jnp.any(g != 0)) for g in jax.tree.leaves(grads))
     exact = run(variables, False)[1]
     assert not np.array_equal(grads["final_norm"]["scale"], exact["final_norm"]["scale"])
@@ -107,11 +146,13 @@ def test_fp8_and_gradients():
 
 
 def test_initial_variables_and_refusals():
-    config = hf.read_config(FIXTURES / "siglip")
-    model, images = VisionEncoder(config), jnp.zeros((1, 13, 13, 3))
-    made = jax.eval_shape(lambda: nn.unbox(model.init(jax.random.key(0), images)))
-    want = hf.load(FIXTURES / "siglip")[1]
-    assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, want)
+    for name in NAMES:
+        config = hf.read_config(FIXTURES / name)
+        images = jnp.zeros((1, *[config.image_size] * 2, config.image_channels))
+        made = nn.unbox(jax.eval_shape(VisionEncoder(config).init, jax.random.key(0), images))
+        want = hf.load(FIXTURES / name)[1]
+        assert jax.tree.map(jnp.shape, made) == jax.tree.map(jnp.shape, want)
+    config, images = hf.read_config(FIXTURES / "siglip"), jnp.zeros((1, 13, 13, 3))
     call = lambda config, images, **more: jax.eval_shape(
         lambda: VisionEncoder(config).init(jax.random.key(0), images, **more)
     )
@@ -119,6 +160,8 @@ def test_initial_variables_and_refusals():
         call(config, images.transpose(0, 3, 1, 2))
     with pytest.raises(ValueError, match="pooled is True, but config.pooling_head is False"):
         call(replace(config, pooling_head=False), images, pooled=True)
+    with pytest.raises(ValueError, match="logits is True, but config.num_labels is 0"):
+        call(config, images, logits=True)
     with pytest.raises(ValueError, match="config.image_size is None"):
         call(hf.read_config(FIXTURES / "bert"), images)
     for sizes in (dict(vocab_size=0), dict(vocab_size=7, image_size=8, patch_size=4), dict(vocab_size=0, image_size=8)):

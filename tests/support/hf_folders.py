@@ -94,3 +94,8 @@ def outcome(call: Callable, *args) -> Exception:
     except Exception as error:
         return error
     raise AssertionError("nothing was raised")
+
+
+def differences(before: dict, after: dict) -> set[str]:
+    """The words that two config.json do not say alike."""
+    return {name for name in {*before, *after} if before.get(name, ...) != after.get(name, ...)}
