@@ -119,7 +119,11 @@ PAGES = (
             *("explain_attention", "AttentionChoice", "AttentionOptions", "SequenceDescriptor"),
         ),
     }),
-    Page("ops-rope", "te_jax.ops.rope", {"": ("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling")}),
+    Page(
+        "ops-rope",
+        "te_jax.ops.rope",
+        {"": ("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling", "PositionSections")},
+    ),
     Page("ops-ssm", "te_jax.ops.ssm", {"": ("causal_conv1d", "ssd")}),
     Page("ops-delta", "te_jax.ops.delta", {"": ("gated_delta",)}),
     Page("ops-gemm", "te_jax.ops.gemm", {"": ("tune_all", "save_tuning", "load_tuning")}),

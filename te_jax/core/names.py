@@ -60,6 +60,7 @@ _HERE = {  # name here: its names elsewhere. Of several lines with one name, the
     "rotary_pos_emb_windows": "rope_theta rotary_base rotary_emb_base rope_base rope_max_timescale",
     "rotary_pos_emb_scaling": "rope_scaling rope_parameters",
     "rotary_pos_emb_dim": "rotary_dim rotary_ndims",
+    "rotary_pos_emb_sections": "mrope_section",
     "enable_sequence_parallel": "sequence_parallel",
     "deterministic_gradients": "deterministic_attention",
     # experts

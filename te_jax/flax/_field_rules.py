@@ -49,19 +49,26 @@ def head_width_is_known(module) -> str | None:
 
 
 def rotary_fields_fit(module) -> str | None:
-    """`rotary_pos_emb_dim` and `rotary_pos_emb_scaling` need RoPE; it turns an even number of a head's channels."""
+    """`rotary_pos_emb_dim`, `rotary_pos_emb_scaling` and `rotary_pos_emb_sections` need RoPE; it turns an even number
+    of a head's channels; sections go without `attn_temperature`."""
     if getattr(module, "kv_lora_rank", None) is not None:
         return None  # see `latent_widths_fit`
     decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
     on = module.enable_rotary_pos_emb or decoder
     names = "enable_rotary_pos_emb" + (" or cross_rotary_pos_emb" if is_decoder(module) else "")
-    for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling"):
+    for name in ("rotary_pos_emb_dim", "rotary_pos_emb_scaling", "rotary_pos_emb_sections"):
         if not on and getattr(module, name) is not None:
             return f"{name} is {getattr(module, name)!r}, but RoPE is off; set {names}, or leave {name} out"
     if not on:
         return None
     width, by = head_width(module), "head_dim" if hasattr(module, "head_dim") else "kv_channels"
-    check_rotary(describe(module), width, module.rotary_pos_emb_dim, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
+    dim, scaling, sections = (getattr(module, f"rotary_pos_emb_{name}") for name in ("dim", "scaling", "sections"))
+    check_rotary(describe(module), width, dim, scaling, sections, "rotary_pos_emb_")
+    if sections is not None and module.attn_temperature is not None:
+        return (
+            f"rotary_pos_emb_sections is {sections}, but attn_temperature={module.attn_temperature} needs one position "
+            "of a token; leave one of them out"
+        )
     if width % 2:
         return f"RoPE is on, but a head has {width} channels; give it an even number of them, by {by}"
 
@@ -78,8 +85,8 @@ def logits_have_one_scale(module) -> str | None:
 _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _NOT_LATENT = (
     "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
-    "enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale attention_chunk_size "
-    "attn_temperature attn_output_gate v_norm_eps keys_as_values"
+    "rotary_pos_emb_sections enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale "
+    "attention_chunk_size attn_temperature attn_output_gate v_norm_eps keys_as_values"
 ).split()
 
 
@@ -98,7 +105,8 @@ def latent_widths_fit(module) -> str | None:
         )
     if module.qk_rope_head_dim % 2:
         return f"qk_rope_head_dim is {module.qk_rope_head_dim}, but RoPE turns pairs of channels; pass an even number"
-    check_rotary(describe(module), module.qk_rope_head_dim, None, module.rotary_pos_emb_scaling, "rotary_pos_emb_")
+    scaling = module.rotary_pos_emb_scaling
+    check_rotary(describe(module), module.qk_rope_head_dim, None, scaling, prefix="rotary_pos_emb_")
 
 
 def latent_attention_stands_alone(module) -> str | None:

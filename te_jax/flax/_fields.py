@@ -41,7 +41,7 @@ from te_jax.layers.experts.devices import EXCHANGE
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
 from te_jax.ops.quantize.activation import ACTIVATIONS
-from te_jax.ops.rope import METHOD, WINDOWS, Scaling
+from te_jax.ops.rope import METHOD, WINDOWS, PositionSections, Scaling
 from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
 from te_jax.state.fp8 import COLLECTION
@@ -88,6 +88,9 @@ _PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Map
 _SCALING = Kind(
     "None, LinearScaling, NTKScaling, Llama3Scaling or YarnScaling of te_jax.ops.rope",
     lambda value: value is None or isinstance(value, Scaling),
+)
+_SECTIONS = Kind(
+    "None or PositionSections of te_jax.ops.rope", lambda value: value is None or isinstance(value, PositionSections)
 )
 _EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
 _MAMBA = Kind("a dict of fields of Mamba2", lambda value: isinstance(value, Mapping))
@@ -191,6 +194,7 @@ FIELDS: dict[str, Kind] = {
     **_each(METHOD, "rotary_pos_emb_group_method"),
     **_each(NONE | integer(), "rotary_pos_emb_dim"),
     **_each(_SCALING, "rotary_pos_emb_scaling"),
+    **_each(_SECTIONS, "rotary_pos_emb_sections"),
     **_each(NONE | _EXPERTS, "moe"),
     **_each(NONE | _MAMBA, "ssm"),
     **_each(NONE | _DELTA, "delta"),

@@ -19,8 +19,8 @@ _TURNED = {1: (2,), 2: (None, 1), 3: (None, None)}
 def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, decode: bool) -> tuple[jax.Array, ...]:
     """`Projected.arrays` with queries and keys turned by RoPE.
 
-    positions: [b, s] or [s], of the tokens of self-attention; None: by `mask`, if that is a SequenceDescriptor, and by
-    the axis that cuts the sequence, else 0, 1, 2, ...
+    positions: [b, s], [s] or, with sections, [n, b, s], of the tokens of self-attention; None: by `mask`, if that is a
+    SequenceDescriptor, and by the axis that cuts the sequence, else 0, 1, 2, ...
     """
     turn = partial(
         rope,
@@ -28,6 +28,7 @@ def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, deco
         group_method=module.rotary_pos_emb_group_method,
         rotary_dim=module.rotary_pos_emb_dim,
         scaling=module.rotary_pos_emb_scaling,
+        sections=module.rotary_pos_emb_sections,
     )
     batch_first = (lambda x: jnp.swapaxes(x, 0, 1)) if module.transpose_batch_sequence else (lambda x: x)
     at = positions_of(module, positions, mask, inputs_q, inputs_kv, decode)
@@ -42,7 +43,7 @@ def positions_of(module, positions, mask, inputs_q, inputs_kv, decode: bool):
         raise ValueError(f"{describe(module)}: positions are for self-attention; pass a SequenceDescriptor as mask.")
     if positions is not None:
         rows = inputs_q.shape[1::-1] if module.transpose_batch_sequence else inputs_q.shape[:2]
-        check_positions(describe(module), positions, rows)
+        check_positions(describe(module), positions, rows, module.rotary_pos_emb_sections)
         return positions, positions
     descriptor = mask if isinstance(mask, SequenceDescriptor) else None
     sources = (inputs_q, inputs_q if inputs_kv is None else inputs_kv)

@@ -20,7 +20,7 @@ from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, mask_of_rows
 from te_jax.flax.cache import KVCache
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.ops.rope import Scaling
+from te_jax.ops.rope import PositionSections, Scaling
 from te_jax.sharding.constraints import repeat_groups
 
 _LAYOUTS = {1: "bs3hd", 2: "bshd_bs2hd", 3: "bshd_bshd_bshd"}  # by how many arrays hold q, k and v
@@ -39,6 +39,8 @@ class MultiHeadAttention(Module):
     rotary_pos_emb_dim:    how many of a head's channels, the first ones, RoPE turns, an even int; None is all of them.
     rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling` of `te_jax.ops.rope`, for
                            longer contexts.
+    rotary_pos_emb_sections: `PositionSections` of `te_jax.ops.rope`: tokens may have several positions, as in
+                           Qwen2-VL, whose text has one.
     low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
                                exclude_mlp.
     fuse_qkv_params:       one parameter for q, k, v (self-attention, g == h), or for k, v (otherwise); False: three
@@ -136,6 +138,7 @@ class MultiHeadAttention(Module):
     attn_output_gate: bool = False
     v_norm_eps: float | None = None
     keys_as_values: bool = False
+    rotary_pos_emb_sections: PositionSections | None = None
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER
@@ -167,7 +170,8 @@ class MultiHeadAttention(Module):
         bias: broadcastable to [b, h, s, t].
         positions: [b, s] or [s], the positions for RoPE in self-attention, in the order of the inputs; None is
             0 .. s-1, or the descriptor's positions, in the order that context_parallel_causal_load_balanced says.
-            Inside a `jax.shard_map` over the context-parallel axis, the positions of the device's part.
+            Inside a `jax.shard_map` over the context-parallel axis, the positions of the device's part. With
+            rotary_pos_emb_sections also [n, b, s], n positions of each token.
         residual: inputs_q are added to the first result; under FP8 inside of the kernels, forward and backward.
 
         norm_output: False leaves out the norm's output, which self-attention with GQA or separate parameters would

@@ -101,6 +101,7 @@ class MultiHeadLatentAttention(Module):
     latent_norm_epsilon: float | None = None
 
     rotary_pos_emb_dim = None  # no field: all rope channels are turned
+    rotary_pos_emb_sections = None  # no field: a token has one position
     if not TYPE_CHECKING:  # as `Module` says
         rules = (latent_widths_fit,)
 

@@ -49,7 +49,7 @@ from te_jax.flax.moe import MoEBlock
 from te_jax.flax.norm import LayerNorm, whole_norm
 from te_jax.flax.relpos import RelativePositionBiases
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.ops.rope import Scaling
+from te_jax.ops.rope import PositionSections, Scaling
 from te_jax.sharding import (
     W_FSDP_AXES,
     W_NO_SHARD_AXES,
@@ -205,6 +205,7 @@ class TransformerLayer(Module):
     latent_norm_epsilon: float | None = None
     v_norm_eps: float | None = None
     keys_as_values: bool = False
+    rotary_pos_emb_sections: PositionSections | None = None
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -248,7 +249,8 @@ class TransformerLayer(Module):
             tokens of each row. `MultiHeadAttention` explains prompts of different lengths, masks (their columns are the
             T slots of the cache), and what a call without a cache does. Cross-attention reads `encoded` anew.
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
-        positions: [b, s] or [s] for RoPE in self-attention; other mixers have no use for them.
+        positions: [b, s] or [s] for RoPE in self-attention, or [n, b, s] with rotary_pos_emb_sections; other mixers
+            have no use for them.
 
         Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, for fields
         that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
@@ -368,6 +370,7 @@ class TransformerLayer(Module):
             enable_rotary_pos_emb=rotary,
             rotary_pos_emb_dim=self.rotary_pos_emb_dim if rotary else None,
             rotary_pos_emb_scaling=self.rotary_pos_emb_scaling if rotary else None,
+            rotary_pos_emb_sections=self.rotary_pos_emb_sections if rotary else None,
             float32_logits=self.float32_attention_logits,
         )
         return MultiHeadAttention(**shared_fields(self, MultiHeadAttention) | own, name=name)

@@ -42,7 +42,8 @@ class CausalLM(Model):
         f32[b, s] with the reduction "none"), for which whole logits are never in memory.
 
         lengths:       int[b], how many tokens of each row are no padding, or a `SequenceDescriptor`, as of packed rows.
-        positions:     int[b, s]; learned positions need them when decoding, where RoPE counts by itself.
+        positions:     int[b, s]; learned positions need them when decoding, where RoPE counts by itself; int[n, b, s]
+                       where layers have rotary_pos_emb_sections.
         at:            int[b]: the logits of only these tokens of each row, f32[b, V].
         deterministic: False: with dropout, from the random stream "dropout", and experts sow losses into `losses`.
         decode:        tokens continue the texts in the collection `cache`, which must be mutable.

@@ -10,7 +10,7 @@ from flax import nnx
 from te_jax.flax import TransformerLayerType
 from te_jax.nnx._layer import Layer
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.ops.rope import Scaling
+from te_jax.ops.rope import PositionSections, Scaling
 
 class DenseGeneral(Layer):
     def __init__(
@@ -399,6 +399,7 @@ class MultiHeadAttention(Layer):
         attn_output_gate: bool = False,
         v_norm_eps: float | None = None,
         keys_as_values: bool = False,
+        rotary_pos_emb_sections: PositionSections | None = None,
         *,
         kv_features: int | None = None,
         rngs: nnx.Rngs,
@@ -682,6 +683,7 @@ class TransformerLayer(Layer):
         latent_norm_epsilon: float | None = None,
         v_norm_eps: float | None = None,
         keys_as_values: bool = False,
+        rotary_pos_emb_sections: PositionSections | None = None,
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,

@@ -145,6 +145,42 @@ class YarnScaling(Scaling):
         return inv_freq * (1 - slowed + slowed / self.factor)
 
 
+_SIZES = tuple_of(integer(0))
+
+
+@dataclass(frozen=True)
+class PositionSections(KnownFields):
+    """Which pairs of channels turn by which of several positions of a token, such as the time, the row and the column
+    of a patch of a film (Wang et al. 2024, https://arxiv.org/abs/2409.12191, section 2.1).
+
+    sizes:       how many pairs, from the first on, turn by the first position, how many by the second, ...
+    interleaved: of n positions pair i turns by position i % n instead, as long as i < n * sizes[i % n], and by the
+                 first one behind that, as in Qwen3-VL.
+    """
+
+    sizes: tuple[int, ...]
+    interleaved: bool = False
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check(name, "sizes", self.sizes, _SIZES)
+        check(name, "interleaved", self.interleaved, BOOL)
+        if not self.sizes:
+            raise ValueError(f"{name}: sizes is (); pass how many pairs of channels turn by each position.")
+        object.__setattr__(self, "sizes", tuple(map(int, self.sizes)))
+
+    def fits(self, pairs: int) -> bool:
+        """Whether so many pairs can turn so."""
+        return self.interleaved or sum(self.sizes) == pairs
+
+    def of_pairs(self, pairs: int) -> np.ndarray[Any, Any]:
+        """int[pairs], the number of the position that each turns by."""
+        if not self.interleaved:
+            return np.repeat(np.arange(len(self.sizes)), self.sizes)
+        pair, n = np.arange(pairs), len(self.sizes)
+        return np.where(pair < n * np.asarray(self.sizes)[pair % n], pair % n, 0)
+
+
 def _inverse_frequencies(windows, rotary_dim: int, scaling: Scaling | None) -> np.ndarray:
     """f32[r/2], radians per position. The powers are f64: an f32 power's error would turn far positions wrong."""
     w0, w1 = map(float, windows)
@@ -202,30 +238,41 @@ def rope(
     turned: int | None = None,
     rotary_dim: int | None = None,
     scaling: Scaling | None = None,
+    sections: PositionSections | None = None,
 ) -> jax.Array:
     """Turns each pair of channels of x by an angle that grows with its position.
 
     x:            [b, s, h, d], d even, floating
-    positions:    [b, s] or [s], in tokens, integers or float32; None is 0 .. s-1
+    positions:    [b, s] or [s], in tokens, integers or float32; None is 0 .. s-1; with sections also [n, b, s], the n
+                  positions of each token
     windows:      (w0, w1): pair i turns by positions / (w0 * (w1 / w0)**(2i / r)) radians
     group_method: "consecutive" pairs channels (2i, 2i + 1), "alternate" pairs (i, i + r/2)
     turned:       given, x is [b, s, n, h, d], as a joined projection gives queries, keys and values: the first
                   `turned` of its n slots are turned, the others copied
     rotary_dim:   r, even: the first r channels of a head are turned, the others copied; None is d
     scaling:      of the frequencies: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling`; None: as trained
+    sections:     which pairs turn by which of the n positions. By one position, as of text, they all turn alike. By n,
+                  x is read and written n times.
 
     Returns an array as x, computed in float32: (x1 cos - x2 sin, x2 cos + x1 sin). Differentiable in x.
-    Raises ValueError for wrong shapes, windows, widths or method, TypeError for a dtype that is not floating and for a
-    scaling of another type.
+    Raises ValueError for wrong shapes, windows, widths, sections or method, TypeError for a dtype that is not floating
+    and for a scaling or sections of another type.
     """
     x, positions = as_jax(x, positions)
-    _check(x, positions, windows, group_method, turned, rotary_dim, scaling)
+    _check(x, positions, windows, group_method, turned, rotary_dim, scaling, sections)
     positions = jnp.arange(x.shape[1]) if positions is None else positions
-    positions = jnp.broadcast_to(positions, x.shape[:2]).astype(jnp.float32)
-    inv_freq = jnp.asarray(_inverse_frequencies(windows, rotary_dim or x.shape[-1], scaling))
+    inv_freq = _inverse_frequencies(windows, rotary_dim or x.shape[-1], scaling)
     attrs = (("turned", turned or 1), ("consecutive", group_method == "consecutive"))
-    slots = x if turned else x[:, :, None]
-    return _rope(*align(slots, positions, inv_freq), attrs).reshape(x.shape)
+    y = x if turned else x[:, :, None]
+    if sections is None or positions.ndim < 3:
+        turns = [(positions, inv_freq)]
+    else:  # By each position the others' pairs turn by 0, which keeps their bits.
+        own = sections.of_pairs(inv_freq.size)
+        turns = [(each, np.where(own == i, inv_freq, np.float32(0))) for i, each in enumerate(positions)]
+    for each, frequencies in turns:
+        at = jnp.broadcast_to(each, x.shape[:2]).astype(jnp.float32)
+        y = _rope(*align(y, at, jnp.asarray(frequencies)), attrs)
+    return y.reshape(x.shape)
 
 
 @custom_vjp(3)
@@ -244,7 +291,7 @@ def _rope_bwd(attrs, saved, dy):
 _rope.defvjp(_rope_fwd, _rope_bwd)
 
 
-def _check(x, positions, windows, group_method, turned, rotary_dim, scaling):
+def _check(x, positions, windows, group_method, turned, rotary_dim, scaling, sections):
     check("rope", "x", x, FLOATS_ARRAY)
     if x.ndim != (4 if turned is None else 5) or x.shape[-1] % 2:
         axes = "[b, s, h, d]" if turned is None else "[b, s, n, h, d]"
@@ -253,26 +300,37 @@ def _check(x, positions, windows, group_method, turned, rotary_dim, scaling):
         check("rope", "turned", turned, integer(1, x.shape[2]))
     check("rope", "group_method", group_method, METHOD)
     check("rope", "windows", windows, WINDOWS)
-    check_rotary("rope", x.shape[-1], rotary_dim, scaling)
+    check_rotary("rope", x.shape[-1], rotary_dim, scaling, sections)
     if positions is not None:
-        check_positions("rope", positions, x.shape[:2], _POSITIONS)
+        check_positions("rope", positions, x.shape[:2], sections, _POSITIONS)
 
 
-def check_positions(caller: str, positions: Any, rows: tuple[int, ...], kind: Kind = INTEGERS) -> None:
-    """Raises TypeError for positions not of `kind`, ValueError for others than [b, s] or [s] of b, s = `rows`."""
+def check_positions(
+    caller: str,
+    positions: Any,
+    rows: tuple[int, ...],
+    sections: PositionSections | None = None,
+    kind: Kind = INTEGERS,
+) -> None:
+    """Raises TypeError for positions not of `kind`, ValueError for others than [b, s] or [s] of b, s = `rows`, or, with
+    sections, [n, b, s]."""
     check(caller, "positions", positions, kind)
-    if positions.shape not in (rows, rows[1:], (1, *rows[1:])):
+    one = (rows, (1, *rows[1:]))
+    several = [] if sections is None else [(len(sections.sizes), *each) for each in one]
+    if positions.shape not in (*one, rows[1:], *several):
+        also = f", or {list(several[0])}" if several else ""
         raise ValueError(
             f"{caller}: positions has shape {positions.shape}; pass a position of each token, {list(rows)} or "
-            f"{list(rows[1:])}."
+            f"{list(rows[1:])}{also}."
         )
 
 
-def check_rotary(caller: str, d: int, dim: Any, scaling: Any, prefix: str = "") -> None:
-    """The rotary width and the scaling that heads of d channels get; prefix: of their names in the caller.
+def check_rotary(caller: str, d: int, dim: Any, scaling: Any, sections: Any = None, prefix: str = "") -> None:
+    """The rotary width, the scaling and the sections that heads of d channels get; prefix: of their names in the
+    caller.
 
-    Raises ValueError for a width that is not an even int of 2 to d, or too small for the scaling; TypeError for another
-    type of scaling.
+    Raises ValueError for a width that is not an even int of 2 to d, or too small for the scaling, and for sections of
+    another width; TypeError for another type of scaling or sections.
     """
     dim_name, scaling_name = (f"{prefix}dim", f"{prefix}scaling") if prefix else ("rotary_dim", "scaling")
     if dim is not None and not (integer(2, d).accepts(dim) and dim % 2 == 0):
@@ -286,4 +344,13 @@ def check_rotary(caller: str, d: int, dim: Any, scaling: Any, prefix: str = "") 
         raise ValueError(
             f"{caller}: {scaling_name} is {scaling}, but a single pair has no base; turn at least 4 channels of a "
             "head, or pass LinearScaling."
+        )
+    if sections is not None and not isinstance(sections, PositionSections):
+        raise TypeError(
+            f"{caller}: {prefix}sections is {sections!r}; pass None or PositionSections of te_jax.ops.rope."
+        )
+    if sections is not None and not sections.fits((dim or d) // 2):
+        raise ValueError(
+            f"{caller}: {prefix}sections is {sections}, but {(dim or d) // 2} pairs of channels turn; pass sizes that "
+            "add up to them."
         )

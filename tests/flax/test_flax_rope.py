@@ -8,7 +8,7 @@ import pytest
 from flax import linen as nn
 
 import te_jax.flax as te_flax
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, PositionSections, rope
 
 KEY = jax.random.key(0)
 H, N, D, B, S = 16, 4, 8, 2, 12  # width, heads, width of a head, rows, tokens
@@ -63,6 +63,31 @@ def test_mha(method, made, dim, scaling):
         np.testing.assert_allclose(got, want, **CLOSE, err_msg=way)
 
 
+def test_several_positions_of_a_token():
+    """A module turns queries and keys as `rope` does: in one call, batch second, and from the cache."""
+    sections, x = PositionSections((1, 2, 1), interleaved=True), data(B, S, H)
+    fields = dict(rotary_pos_emb_group_method="alternate", rotary_pos_emb_sections=sections)
+    module, at = mha(**fields), jnp.asarray(np.random.default_rng(2).integers(0, 12, (3, B, S)))
+    variables = drawn(module, x)
+    params = ref.f64(variables["params"])
+
+    @jax.jit
+    def run(variables, x):
+        whole = module.apply(variables, x, positions=at)[0]
+        flipped = mha(transpose_batch_sequence=True, **fields).apply(variables, jnp.swapaxes(x, 0, 1), positions=at)[0]
+        cache, parts = {}, []
+        for part, slots in ((slice(0, 7), dict(max_decode_length=S)), (slice(7, S), {})):
+            call = dict(decode=True, mutable=["cache"], positions=at[..., part], **slots)
+            (y, _), cache = module.apply({**variables, **cache}, x[:, part], **call)
+            parts.append(y)
+        return dict(whole=whole, flipped=jnp.swapaxes(flipped, 0, 1), decoded=jnp.concatenate(parts, 1))
+
+    turn = lambda a: np.asarray(rope(jnp.asarray(a, jnp.float32), at, group_method="alternate", sections=sections))
+    want, _ = ref.mha(ref.f64(x), params, N, masked=ref.causal(S, S), rope=turn)
+    for way, got in run(variables, x).items():
+        np.testing.assert_allclose(got, want, **CLOSE, err_msg=way)
+
+
 @pytest.mark.parametrize("cross", [False, True])
 def test_layer(cross):
     """The attention that has RoPE gets its fields, and the other none."""
@@ -103,6 +128,21 @@ def test_layer(cross):
             dict(rotary_pos_emb_scaling=LLAMA3, enable_rotary_pos_emb=False),
             ValueError,
             "rotary_pos_emb_scaling is Llama3Scaling.*, but RoPE is off",
+        ),
+        (
+            dict(rotary_pos_emb_sections=(2, 1, 1)),
+            TypeError,
+            r"rotary_pos_emb_sections is \(2, 1, 1\); pass None or Pos",
+        ),
+        (
+            dict(rotary_pos_emb_sections=PositionSections((1, 1))),
+            ValueError,
+            "rotary_pos_emb_sections is .*, but 4 pairs of channels turn",
+        ),
+        (
+            dict(rotary_pos_emb_sections=PositionSections((2, 2)), attn_temperature=(8, 0.1)),
+            ValueError,
+            "rotary_pos_emb_sections is .*, but attn_temperature=.* needs one position",
         ),
     ],
 )

@@ -9,7 +9,7 @@ import pytest
 import rope_oracle
 
 from te_jax.ops import rope as module
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling, rope
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, PositionSections, YarnScaling, rope
 
 METHODS = pytest.mark.parametrize("method", ["consecutive", "alternate"])
 SCALINGS = [
@@ -193,3 +193,72 @@ def test_slots_of_a_joined_projection(rng, method, rotary_dim):
     np.testing.assert_array_equal(dx[:, :, 2], dy[:, :, 2])
     with pytest.raises(ValueError, match="turned is 4"):
         rope(x, turned=4)
+
+
+def plain_by_sections(x, positions, sections, half):
+    """Both forms as published code writes them: parts of the angles of one position after another, or slices of
+    every third angle instead of the first position's. Pairs (i, i + half) turn."""
+    angle = positions[..., None] * 10_000 ** -(np.arange(half, dtype=np.float32) / half)  # [n, b, s, half]
+    if sections.interleaved:
+        mixed = angle[0]
+        for i, size in enumerate(sections.sizes[1:], start=1):
+            own = slice(i, len(sections.sizes) * size, len(sections.sizes))
+            mixed = mixed.at[..., own].set(angle[i][..., own])
+    else:
+        parts = jnp.split(angle, np.cumsum(sections.sizes)[:-1], -1)
+        mixed = jnp.concatenate([part[i] for i, part in enumerate(parts)], -1)
+    cos, sin = jnp.cos(mixed)[:, :, None], jnp.sin(mixed)[:, :, None]
+    x1, x2 = x[..., :half], x[..., half : 2 * half]
+    return jnp.concatenate([x1 * cos - x2 * sin, x2 * cos + x1 * sin, x[..., 2 * half :]], -1)
+
+
+@pytest.mark.parametrize("sections", [((2, 1, 3), False), ((4, 2), False), ((2, 2, 2), True), ((4, 1, 1), True)])
+def test_sections(rng, sections):
+    """Several positions of a token against plain JAX, and their gradients; one position turns all pairs alike.
+
+    Angles are products of the same f32 numbers, whose powers may differ by 2**-23: at 99, by 99 * 2**-22 with the
+    product's rounding, of numbers up to 5."""
+    sections, half = PositionSections(*sections), 6
+    x, dy = (rng.normal(size=(2, 9, 3, 14)).astype(np.float32) for _ in range(2))
+    at = rng.integers(0, 99, (len(sections.sizes), 2, 9))
+    options = dict(group_method="alternate", rotary_dim=2 * half, sections=sections)
+
+    @jax.jit
+    def run(x, dy, at):
+        ways = lambda x: rope(x, at, **options), lambda x: plain_by_sections(x, at, sections, half)
+        made = [(y, *vjp(dy)) for y, vjp in (jax.vjp(way, x) for way in ways)]
+        alike = [rope(x, each, **options) for each in (at[:1].repeat(len(at), 0), at[0])]
+        narrow = [rope(x.astype(jnp.bfloat16), at, **options), x.astype(jnp.bfloat16)]
+        return made, (*alike, rope(x, at[0], **options | dict(sections=None))), narrow
+
+    (got, want), alike, (narrow, before) = run(x, dy, at)
+    for ours, theirs in zip(got, want):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=5 * 99 * 2**-22)
+    for each in alike[:2]:
+        np.testing.assert_array_equal(each, alike[2])
+    np.testing.assert_array_equal(narrow[..., 2 * half :], before[..., 2 * half :])
+    # A pair is rounded once: 2**-9 of numbers up to 5, and of x, which was rounded before.
+    np.testing.assert_allclose(narrow.astype(np.float32), got[0], rtol=0, atol=2 * 5 * 2**-8)
+
+
+def test_errors_of_sections():
+    x, blocks, mixed = jnp.ones((2, 4, 3, 12)), PositionSections((3, 3)), PositionSections((2, 2, 2), True)
+    for sections, at, error, text in (
+        ((3, 3), None, TypeError, r"sections is \(3, 3\); pass None or PositionSections"),
+        (
+            PositionSections((3, 2)),
+            None,
+            ValueError,
+            "sections is .*, but 6 pairs of channels turn; pass sizes that add",
+        ),
+        (blocks, (3, 2, 4), ValueError, r"positions has shape \(3, 2, 4\); pass .*\[2, 4\] or \[4\], or \[2, 2, 4\]"),
+        (None, (3, 2, 4), ValueError, r"positions has shape \(3, 2, 4\); pass .*\[2, 4\] or \[4\]\."),
+        (mixed, (3, 4), ValueError, r"positions has shape \(3, 4\)"),
+    ):
+        with pytest.raises(error, match=text):
+            rope(x, None if at is None else jnp.zeros(at, jnp.int32), sections=sections)
+    for sizes, error in (((), ValueError), ((-1, 7), ValueError), (6, TypeError), (("3", "3"), ValueError)):
+        with pytest.raises(error, match="PositionSections: sizes is"):
+            PositionSections(sizes)
+    with pytest.raises(TypeError, match="PositionSections: interleaved is 1"):
+        PositionSections((3, 3), 1)

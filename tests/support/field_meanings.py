@@ -158,6 +158,7 @@ MEANINGS = {
     'and i + r/2 of r channels ("alternate"), as Hugging Face has them',
     "rotary_pos_emb_dim": "How many channels of a head, the first ones, RoPE turns: an even number. None is all",
     "rotary_pos_emb_scaling": "How RoPE's frequencies change for longer contexts",
+    "rotary_pos_emb_sections": "Which pairs of channels RoPE turns by which of several positions of a token",
     "qk_norm_type": "A norm of queries and keys over the channels of each head",
     "qk_norm_eps": "The number that this norm adds to the mean square, the variance or the sum of squares",
     "qk_norm_before_rope": "This norm comes before RoPE, as in Qwen 3 and Gemma 3. False is after, as in Llama 4",

@@ -88,7 +88,7 @@ def causal(s, t):
 
 
 def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale=None, rope=None, alpha=None):
-    """kv None is self-attention. rope: None or its options. -> (out, norm output)."""
+    """kv None is self-attention. rope: None, its options, or a function that turns. -> (out, norm output)."""
     g = g or h
     first = p["qkv"] if "qkv" in p else p["query"]
     normed = norm(x, first, kind)
@@ -103,7 +103,7 @@ def mha(x, p, h, g=None, kv=None, kind="layernorm", masked=None, bias=0.0, scale
         else:
             k, v = (heads(dense(source, p[name], alpha), g) for name in ("key", "value"))
     if rope is not None:
-        q, k = (rope_oracle.rotate(x, **rope)[0] for x in (q, k))
+        q, k = (rope(x) if callable(rope) else rope_oracle.rotate(x, **rope)[0] for x in (q, k))
     context = attention(q, k, v, masked, bias, scale)
     return dense(context.reshape(*context.shape[:2], -1), p["out"], alpha), normed
 

@@ -25,7 +25,7 @@ from flax import nnx
 from te_jax.flax import TransformerLayerType
 from te_jax.nnx._layer import Layer
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.ops.rope import Scaling
+from te_jax.ops.rope import PositionSections, Scaling
 from te_jax.recipe import Recipe
 '''
 
@@ -38,7 +38,17 @@ def _type(annotation) -> str:
     text = re.sub(r"\b(?:\w+\.)+(?=(?:Callable|Mapping|Sequence|Any|Array|dtype|Rngs|RngStream|\w+)\b)", _short, text)
     names = set(re.findall(r"[A-Za-z_][\w.]*", text))
     known = {"int", "float", "bool", "str", "tuple", "dict", "list", "None", "type", "object", "Any", "Callable"}
-    known |= {"Mapping", "Sequence", "jax.Array", "jnp.dtype", "nnx.Rngs", "nnx.RngStream", "Recipe", "Scaling"}
+    known |= {
+        "Mapping",
+        "Sequence",
+        "jax.Array",
+        "jnp.dtype",
+        "nnx.Rngs",
+        "nnx.RngStream",
+        "Recipe",
+        "Scaling",
+        "PositionSections",
+    }
     known |= {"TransformerLayerType", "SequenceDescriptor"}
     return text if names <= known else "Any"
 
