@@ -71,6 +71,8 @@ _OF_HYBRIDS = (
     stray("attn_output_gate", True),
     rotary("rotary_pos_emb_dim", part=0.25),
 )
+# Qwen3.5 reads images, too.
+_OF_SEVERAL_POSITIONS = rotary("rotary_pos_emb_dim", part=0.25, sections=families.SECTIONS_OF_QWEN3_5)
 
 
 def _types_fit(said: Said) -> tuple[str, str] | None:
@@ -200,6 +202,7 @@ QWEN3_5_TEXT = _of_hybrid(
     "qwen3_5_text",
     "Qwen3_5ForCausalLM",
     families.qwen3_5(_ONE_NEXT),
+    _OF_SEVERAL_POSITIONS,
     feed_forward=feed_forward_of_llama,
     vocab_size=248320,
     hidden_size=4096,
@@ -211,6 +214,7 @@ QWEN3_5_MOE_TEXT = _of_hybrid(
     "qwen3_5_moe_text",
     "Qwen3_5MoeForCausalLM",
     families.qwen3_5(_EXPERTS_NEXT),
+    _OF_SEVERAL_POSITIONS,
     *(*QWEN_EXPERTS, SHARED_OF_QWEN, stray("norm_topk_prob", True), stray("decoder_sparse_step", 1)),
     stray("mlp_only_layers", [], None),
     checks=EXPERTS_OF_QWEN_FIT,

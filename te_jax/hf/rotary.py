@@ -2,16 +2,18 @@
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
-from te_jax.core.check import BOOL, NONE, check, integer, number, one_of, show
+from te_jax.core.check import BOOL, NONE, check, integer, number, one_of, show, tuple_of
 from te_jax.hf.words import ABSENT, TABLE, Said, Word, only, refuse
 from te_jax.models import ModelConfig
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, Scaling, YarnScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, PositionSections, Scaling, YarnScaling
 
 _THETA, _STRETCH, _PART = number(above=1), number(least=1), number(above=0, most=1)
 _LENGTH, _PART_OF_WIDTH = "original_max_position_embeddings", "partial_rotary_factor"
+_MROPE_SIZES, _MROPE_IN_TURN = "mrope_section", "mrope_interleaved"
+_THREE_SIZES = NONE | tuple_of(integer(0, 2**31 - 1), 3)
 _YARN = {
     "factor": (_STRETCH, ABSENT),
     "beta_fast": (NONE | number(above=0), 32.0),
@@ -58,11 +60,13 @@ class Rotary(Word):
     types:   Of `TYPES`.
     part:    The share of a head's channels that turn, where none is said; None: all do.
     absent:  The dict where config.json has none.
+    sections: Which pairs turn by which of three positions, where none are said; None: tokens have one position.
     """
 
     types: tuple[str, ...] = ("default", "linear", "llama3")
     part: float | None = None
     absent: Mapping[str, Any] | None = None
+    sections: PositionSections | None = None
 
     def value(self, where: str, said: Said) -> dict[str, Any]:
         """The words of its type, and no others."""
@@ -84,11 +88,18 @@ class Rotary(Word):
             check(at, "rope_theta", words.get("rope_theta", default), _THETA)
             check(at, _PART_OF_WIDTH, words.get(_PART_OF_WIDTH, 1.0), part)
         key = table.get("rope_type", table.get("type", "default"))
+        if key == "mrope" and self.sections is not None and not self.sections.interleaved:
+            key = "default"  # as transformers takes Qwen2-VL's
         names = {name.split()[0]: name for name in self.types}
         check(inside, "rope_type", key, one_of(*names))
         made = dict(rope_type=key, rope_theta=float(table.get("rope_theta", found.get("rope_theta", default))))
         if self.part is not None:
             made[_PART_OF_WIDTH] = float(table.get(_PART_OF_WIDTH, found.get(_PART_OF_WIDTH, self.part)))
+        if self.sections is not None:
+            check(inside, _MROPE_SIZES, table.get(_MROPE_SIZES), _THREE_SIZES)
+            in_turn = self.sections.interleaved
+            check(inside, _MROPE_IN_TURN, table.get(_MROPE_IN_TURN, in_turn), only(in_turn))
+            made |= _words_of_sections(replace(self.sections, sizes=table.get(_MROPE_SIZES) or self.sections.sizes))
         for word, (may_be, default) in TYPES[names[key]].items():
             default = said["max_position_embeddings"] if word == _LENGTH else default
             value = found.get(word, table.get(word, default)) if word == _LENGTH else table.get(word, default)
@@ -131,6 +142,10 @@ class Rotary(Word):
                 ("mscale", "mscale_all_dim"), round((layer["mscale"] - 1) / (0.1 * log), 12) if log else 1.0
             )
             del own["truncate"]
+        sections = layer.get("rotary_pos_emb_sections")
+        if sections is not None and (self.sections is None or sections.interleaved != self.sections.interleaved):
+            raise ValueError(f"te_jax.hf: rotary_pos_emb_sections is {sections}, which config.json has no word for.")
+        own |= {} if sections is None else _words_of_sections(sections)
         if self.part is not None:
             own |= {_PART_OF_WIDTH: _share(layer.get("rotary_pos_emb_dim") or width, width)}
         return own | dict(rope_type=kind, rope_theta=base)
@@ -204,14 +219,20 @@ def turning(made: Mapping[str, Any], width: int) -> dict[str, Any]:
     scaling, factor = _scaling(made), made.get("factor", 1.0)
     log = 0.1 * math.log(factor) if factor > 1 else 0.0
     stretched = made.get("attention_factor") or 1 + log  # of queries and of keys
-    part = made.get(_PART_OF_WIDTH, 1.0)
+    part, sizes = made.get(_PART_OF_WIDTH, 1.0), made.get(_MROPE_SIZES)
+    sections = None if sizes is None else PositionSections(sizes, _MROPE_IN_TURN in made)
     return dict(
         rotary_pos_emb_windows=(1, made["rope_theta"]),
         rotary_pos_emb_scaling=scaling,
         rotary_pos_emb_dim=None if part == 1 else int(width * part),
         mscale=(made.get("mscale_all_dim") or 0.0) * log + 1,
         attn_logit_scale=stretched**2 / math.sqrt(width) if isinstance(scaling, YarnScaling) else None,
+        rotary_pos_emb_sections=sections,
     )
+
+
+def _words_of_sections(sections: PositionSections) -> dict[str, Any]:
+    return {_MROPE_SIZES: [*sections.sizes]} | ({_MROPE_IN_TURN: True} if sections.interleaved else {})
 
 
 def _share(turned: int, width: int) -> float:
@@ -257,14 +278,18 @@ def rotary(
     default: float = 10_000.0,
     part: float | None = None,
     stretched: bool = False,
+    sections: PositionSections | None = None,
 ) -> Rotary:
     """The word of RoPE. extra: further fields of `turning` that it becomes. stretched: YaRN too, which scales logits,
-    where no other word does, and all channels turn."""
+    where no other word does, and all channels turn. sections: as of `Rotary`."""
     if stretched:
         extra, types = (*extra, "attn_logit_scale"), (*types, "yarn")
+    if sections is not None:
+        extra = (*extra, "rotary_pos_emb_sections")
     fields = tuple(f"layer/{field}" for field in (*ROPE_FIELDS, *extra))
     also = ("rope_scaling", "rope_theta", _PART_OF_WIDTH, _LENGTH)
-    return Rotary("rope_parameters", NONE | TABLE, default, also=also, to=fields, types=types, part=part)
+    own = dict(types=types, part=part, sections=sections)
+    return Rotary("rope_parameters", NONE | TABLE, default, also=also, to=fields, **own)
 
 
 def rotary_by_type(
@@ -283,4 +308,12 @@ def pairs_turn(said: Said) -> tuple[str, str] | None:
             "rope_parameters",
             f"{_PART_OF_WIDTH} of {said['head_dim']} channels gives {width}; pass a positive even number",
         )
+    return None
+
+
+def sections_fit(said: Said) -> tuple[str, str] | None:
+    """Parts of the pairs of a head, which turn by a position each, are all of them."""
+    sizes, pairs = said["rope_parameters"][_MROPE_SIZES], said["head_dim"] // 2
+    if sum(sizes) != pairs:
+        return "rope_parameters", f"{_MROPE_SIZES} is {sizes}; pass sizes that add up to {pairs}, the pairs of channels"
     return None

@@ -14,7 +14,7 @@ from te_jax.models.sizes import SIZES as SIZES
 from te_jax.models.sizes import Latents as Latents
 from te_jax.models.sizes import Size as Size
 from te_jax.models.sizes import StateSpace as StateSpace
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, YarnScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, PositionSections, YarnScaling
 
 # "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
 # function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
@@ -188,10 +188,14 @@ def qwen3_next(size: Size, base: float = 10_000_000) -> ModelConfig:
     return replace(config, family="qwen3_next", pattern=({}, {}, {}, dict(delta=None)))
 
 
+SECTIONS_OF_QWEN3_5 = PositionSections((11, 11, 10), interleaved=True)
+
+
 def qwen3_5(size: Size, base: float = 10_000_000) -> ModelConfig:
-    """Qwen 2026, https://qwen.ai/blog?id=qwen3.5 (text). `qwen3_next`, with experts or an MLP."""
+    """Qwen 2026, https://qwen.ai/blog?id=qwen3.5 (text). `qwen3_next`, with experts or an MLP; patches of images have
+    several positions."""
     family = "qwen3_5_moe_text" if size.experts else "qwen3_5_text"
-    return replace(qwen3_next(size, base), family=family)
+    return replace(qwen3_next(size, base).with_layer(rotary_pos_emb_sections=SECTIONS_OF_QWEN3_5), family=family)
 
 
 NO_ROPE = dict(enable_rotary_pos_emb=False, rotary_pos_emb_scaling=None)

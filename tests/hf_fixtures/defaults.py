@@ -29,7 +29,7 @@ FAMILIES = (
     *("gpt2", "falcon", "bert", "t5", "granitemoehybrid", "nemotron_h", "smollm3", "granite"),
     *("phi3", "glm4_moe", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "modernbert", "llama4_text", "qwen2_moe"),
     *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
-    *("siglip_vision_model", "vit"),
+    *("siglip_vision_model", "vit", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
 DERIVED = (

@@ -8,6 +8,7 @@ it in f32 on a CPU, logits of texts (some of which are padded) and 32 greedy wor
 images [b, h, w, c].
 """
 
+import json
 import pathlib
 import shutil
 import sys
@@ -118,6 +119,24 @@ MODELS = {
         )
     ),
     "qwen3": lambda: hf.Qwen3ForCausalLM(hf.Qwen3Config(**_LLAMA, head_dim=12)),
+    # Of these models of text and images what reads text: heads that turn by several positions.
+    "qwen2-vl": lambda: hf.Qwen2VLForConditionalGeneration(
+        hf.Qwen2VLConfig(
+            text_config=_LLAMA | dict(rope_parameters=dict(rope_type="default", mrope_section=[2, 1, 1])),
+            vision_config=dict(depth=1, embed_dim=16, hidden_size=32, num_heads=2),
+        )
+    ),
+    "qwen3-vl": lambda: hf.Qwen3VLForConditionalGeneration(
+        hf.Qwen3VLConfig(
+            text_config=_LLAMA
+            | dict(
+                head_dim=12, rope_scaling=dict(rope_type="default", mrope_section=[2, 2, 2], mrope_interleaved=True)
+            ),
+            vision_config=dict(depth=1, hidden_size=16, num_heads=2, out_hidden_size=32, intermediate_size=16)
+            | dict(deepstack_visual_indexes=[0]),
+            tie_word_embeddings=True,
+        )
+    ),
     "mixtral": lambda: hf.MixtralForCausalLM(
         hf.MixtralConfig(**_LLAMA, num_local_experts=3, num_experts_per_tok=2, sliding_window=None)
     ),
@@ -169,7 +188,10 @@ MODELS = {
     # As many keys as queries, an MLP, a convolution of three tokens.
     "qwen3.5": lambda: hf.Qwen3_5ForCausalLM(
         hf.Qwen3_5TextConfig(
-            **_LLAMA | _DELTA | dict(num_key_value_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+            **_LLAMA
+            | _DELTA
+            | dict(num_key_value_heads=4, linear_conv_kernel_dim=3, tie_word_embeddings=True)
+            | dict(rope_parameters=dict(rope_type="default", mrope_section=[1, 1, 0], mrope_interleaved=True))
         )
     ),
     "qwen3.5-moe": lambda: hf.Qwen3_5MoeForCausalLM(
@@ -324,6 +346,17 @@ def as_published(folder: pathlib.Path):
     save_file({names[name]: a for name, a in held.items()}, folder / "model.safetensors", dict(format="pt"))
 
 
+def text_of(folder: pathlib.Path):
+    """What transformers saves of the part that reads text, and the head."""
+    held, said = load_file(folder / "model.safetensors"), json.loads((folder / "config.json").read_text())
+    names = {name: name.replace("model.language_model.", "model.") for name in held if "visual." not in name}
+    save_file({names[name]: held[name] for name in names}, folder / "model.safetensors", dict(format="pt"))
+    kept = {word: said[word] for word in ("dtype", "tie_word_embeddings", "transformers_version")}
+    named = said["architectures"][0].replace("ForConditionalGeneration", "TextModel")
+    text = said["text_config"] | kept | dict(architectures=[named])
+    (folder / "config.json").write_text(json.dumps(text, indent=2, sort_keys=True) + "\n")
+
+
 def randomize(model):
     """Weights that keep the size of what they multiply, norms near 1, biases that show."""
     drawn = torch.Generator().manual_seed(0)
@@ -384,6 +417,8 @@ def main(*names):
         (folder / "generation_config.json").unlink(missing_ok=True)
         if name.startswith("kimi"):
             as_published(folder)
+        if name.endswith("-vl"):
+            text_of(folder)
         arrays = {key: a.numpy() for key, a in expected(name, model).items()}
         np.savez_compressed(
             folder / "expected.npz", **{k: a.astype(np.int32) if a.dtype == np.int64 else a for k, a in arrays.items()}

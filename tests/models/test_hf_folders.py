@@ -1,4 +1,4 @@
-"""What a folder says of a model, as hybrids were published, and what of it is carried to the folder that is saved."""
+"""What a folder says of a model, as it was published, and what of it is carried to the folder that is saved."""
 
 import json
 import shutil
@@ -10,6 +10,7 @@ from hf_folders import FIXTURES, differences
 from te_jax import hf
 from te_jax.hf.families import FAMILIES
 from te_jax.models import published
+from te_jax.ops.rope import PositionSections
 
 pytest.importorskip("safetensors")
 
@@ -54,6 +55,28 @@ EVERY_TENTH = ["mamba"] * 5 + ["attention"] + ["mamba"] * 4
 FULL_OF_KIMI = [*range(4, 27, 4), 27]
 OF_KIMI = dict(full_attn_layers=FULL_OF_KIMI, kda_layers=[i for i in range(1, 28) if i not in FULL_OF_KIMI])
 OF_KIMI |= dict(head_dim=128, num_heads=32, short_conv_kernel_size=4)
+
+
+def test_sections_of_positions_in_their_forms():
+    """As Qwen2-VL was published, whose type of RoPE is another name of the default; and as te_jax writes them."""
+    for family, sections in (
+        ("qwen2_vl_text", PositionSections((30, 20, 14))),
+        ("qwen3_vl_text", PositionSections((30, 20, 14), interleaved=True)),
+        ("qwen3_5_text", PositionSections((12, 10, 10), interleaved=True)),
+    ):
+        own = dict(mrope_section=[*sections.sizes]) | (dict(mrope_interleaved=True) if sections.interleaved else {})
+        config = FAMILIES[family].read(dict(rope_scaling=own | dict(rope_type="default"), rope_theta=7.0))
+        assert config.layer["rotary_pos_emb_sections"] == sections and config.family == family
+        assert config.layer["rotary_pos_emb_windows"] == (1, 7.0)
+        written = FAMILIES[family].write(config)
+        assert written["rope_parameters"].items() >= own.items() and FAMILIES[family].read(written) == config
+    older = dict(rope_scaling=dict(type="mrope", mrope_section=[30, 20, 14]), rope_theta=7.0)
+    assert FAMILIES["qwen2_vl_text"].read(older).layer["rotary_pos_emb_sections"] == PositionSections((30, 20, 14))
+    other = published("llama3-8b").with_layer(rotary_pos_emb_sections=sections)
+    with pytest.raises(ValueError, match="rotary_pos_emb_sections is .*, which config.json has no word for"):
+        FAMILIES["llama"].write(other)
+
+
 HYBRIDS = {
     "granite4-h-tiny": MULTIPLIERS
     | dict(hidden_size=1536, num_hidden_layers=40, num_attention_heads=12, num_key_value_heads=4, vocab_size=100352)

@@ -117,7 +117,7 @@ def test_published_sizes(name):
 
 NEW = (
     *("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4", "qwen2-moe"),
-    *("qwen3-next", "qwen3.5", "kimi-linear"),
+    *("qwen3-next", "qwen3.5", "kimi-linear", "qwen2-vl", "qwen3-vl"),
 )
 
 

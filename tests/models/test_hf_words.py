@@ -286,6 +286,15 @@ OTHERS = {  # what would be another function, and was once read past
     "siglip_vision_model": (
         *(dict(hidden_act="gelu"), dict(num_attention_heads=7), dict(patch_size=225), dict(image_size=15)),
     ),
+    "qwen2_vl_text": (
+        *(dict(rope_parameters=dict(mrope_section=sizes)) for sizes in ([16, 24, 23], [32, 32], ["16", 24, 24])),
+        *(dict(rope_scaling=dict(type="mrope", mrope_interleaved=True)), dict(layer_types=["sliding_attention"] * 80)),
+        *(dict(use_sliding_window=True), dict(num_attention_heads=32)),
+    ),
+    "qwen3_vl_text": (
+        *(dict(rope_parameters=dict(mrope_interleaved=False)), dict(rope_scaling=dict(type="mrope"))),
+        *(dict(rope_parameters=dict(mrope_section=[-1, 1, 1])), dict(sliding_window=8), dict(attention_bias=True)),
+    ),
     "vit": (
         *(dict(architectures=name) for name in (["ViTForMaskedImageModeling"], ["ViTModel"] * 2)),
         *(dict(pooler_output_size=8), dict(pooler_act="relu"), dict(qkv_bias=False), dict(hidden_act="gelu_new")),
@@ -352,7 +361,9 @@ CHANGED = {  # a family's words of what is changed below
     "smollm3": DEFAULT | {"layer_types", "no_rope_layers"},
     "llama4_text": {"intermediate_size", "vocab_size"},
     **dict.fromkeys(("siglip_vision_model", "vit"), DEFAULT - {"vocab_size"}),
-    **dict.fromkeys(("qwen2", "qwen3"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}),
+    **dict.fromkeys(
+        ("qwen2", "qwen3", "qwen2_vl_text"), {"num_hidden_layers", "layer_types", "intermediate_size", "vocab_size"}
+    ),
 }
 
 

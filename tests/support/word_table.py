@@ -36,7 +36,9 @@ ROPE = """## RoPE
 "default"; the base its `rope_theta`, else config.json's, else the family's. `original_max_position_embeddings` of
 config.json wins over the dict's. `partial_rotary_factor`, of the dict or else of config.json, is 1.0 where a family
 does not say otherwise. One dict is for all layers, but where a family has a base for each type of them: there
-`rope_parameters` has a dict for each, and `rope_scaling` belongs to the dict of `full_attention`.
+`rope_parameters` has a dict for each, and `rope_scaling` belongs to the dict of `full_attention`. Where tokens may have
+several positions, the dict has `mrope_section` too, three sizes of `rotary_pos_emb_sections`, and `mrope_interleaved`
+as the family has them in turn or not; in parts the type "mrope" is "default".
 """
 
 
