@@ -265,9 +265,9 @@ def save(
     Raises ValueError for a model of no family (`ModelConfig.family`), for parameters of other names or shapes than the
     model has, for a parameter that the family has none of and that is not 0, for one in FP8 that is no weight of a
     linear layer or that has scales of another form, or next to `fp8`, for inputs that `fp8_metas` lacks or has never
-    seen, naming it, for a weight that `fp8` has no form for, for what config.json has no word for, and,
-    naming the file, for one that can not be written; FileExistsError where the folder has a checkpoint; TypeError for
-    what is no model of te_jax.models, and for parameters that are no arrays.
+    seen, naming it, for a weight that `fp8` has no form for or that is not finite, for what config.json has no word
+    for, and, naming the file, for one that can not be written; FileExistsError where the folder has a checkpoint;
+    TypeError for what is no model of te_jax.models, and for parameters that are no arrays.
     """
     name = "te_jax.hf.save"
     check(name, "folder", folder, _FOLDER)

@@ -22,6 +22,8 @@ from te_jax.ops.formats import SQUARES_128, TENSOR, invert, saturate
 from te_jax.recipe._base import scale_of_amax
 
 _NARROW = jnp.float8_e4m3fn
+_E4M3_MAX = float(jnp.finfo(_NARROW).max)
+_LEAST_AMAX = _E4M3_MAX * float(jnp.finfo(jnp.float32).tiny)  # a smaller scale has no inverse that is a normal number
 
 
 @dataclass(frozen=True)
@@ -36,11 +38,12 @@ class FP8Export:
     activations: how a server scales what the weights are multiplied by: "dynamic": as it comes, by 128 channels of a
                  token next to "block", by token next to "channel", by tensor next to "tensor". "static": by the scales
                  that training under `DelayedScaling` ended with (`fp8_metas`), only next to "tensor".
-    powers_of_2: scales are rounded to powers of 2. Weights are then the same in bf16 as in f32.
+    powers_of_2: scales are rounded to powers of 2. Weights are then the same in bf16 as in f32, and what is read of
+                 them is written again with the same bytes.
 
-    A scale is the largest magnitude that it is for, divided by 448; 1 where all are 0. Each tensor of the checkpoint
-    has its own: of queries, keys and values, of gate and up, of each expert. Embeddings, norms, biases, routers and the
-    head stay as they are.
+    A scale is the largest magnitude that it is for, divided by 448, but at least 2**-126; 1 where all are 0. Each
+    tensor of the checkpoint has its own: of queries, keys and values, of gate and up, of each expert. Embeddings,
+    norms, biases, routers and the head stay as they are. Weights have to be finite.
 
     Raises TypeError or ValueError, naming the field, for values that none of the methods has.
     """
@@ -121,13 +124,19 @@ class Fp8Part(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1))
 def quantize_to(scheme: Scheme, powers_of_2: bool, a: jax.Array) -> Scaled:
-    """A weight [out, in] in FP8, as te_jax.ops.quantize's ops have it, on any device."""
-    a, law = a.astype(jnp.float32), dict(power_2=powers_of_2, epsilon=0.0)
+    """A weight [out, in] in FP8, with the values that te_jax.ops.quantize's ops give it, on any device."""
+    made = _quantize_once(scheme, powers_of_2, a.astype(jnp.float32))
+    # Where the largest number, 448 to 464 by the double of its scale, was rounded down to 224, that fits 448 now.
+    return _quantize_once(scheme, powers_of_2, made.dequantize(jnp.float32)) if powers_of_2 else made
+
+
+def _quantize_once(scheme: Scheme, powers_of_2: bool, a: jax.Array) -> Scaled:
+    law = dict(power_2=powers_of_2, epsilon=_LEAST_AMAX)
     if scheme.block:
         made = scheme.format.write(a, 1, _NARROW, **law)
         return Scaled(made["data"], made["block_inv"], scheme.format)
     largest = amax(a, (1,))[:, None] if scheme.by_row else amax(a, (0, 1))
-    scale = scale_of_amax(largest, float(jnp.finfo(_NARROW).max), **law)
+    scale = scale_of_amax(largest, _E4M3_MAX, **law)
     return Scaled(saturate(a * scale, _NARROW), invert(scale), scheme.format)
 
 
@@ -137,7 +146,7 @@ def fp8_part(plan: Conversion, params: Mapping[str, Any], state: Any, export: FP
     state: the collection `fp8_metas`, or None.
 
     Raises ValueError, naming it, for a parameter in FP8 that checkpoints have no form for, or next to `export`, for a
-    weight that `export` has no form for, and for inputs without scales.
+    weight that `export` has no form for or that is not finite, and for inputs without scales.
     """
     kernels = {path: q for path, q in params.items() if is_kernel(q)}
     if export is None:
@@ -153,6 +162,7 @@ def fp8_part(plan: Conversion, params: Mapping[str, Any], state: Any, export: FP
             "pass the master parameters."
         )
     part = Fp8Part(export.scheme, frozenset(_weights(plan)), {}, export.powers_of_2)
+    _check_finite(plan, part, params)
     if export.activations == "dynamic":
         return part
     if state is None:
@@ -173,6 +183,18 @@ def _weights(plan: Conversion) -> Iterator[str]:
                 "linear layer, and has no scales of its own; leave fp8 out."
             )
         yield from odd
+
+
+def _check_finite(plan: Conversion, part: Fp8Part, params: Mapping[str, Any]):
+    rows_are_finite = jax.jit(lambda a: jnp.all(jnp.isfinite(a), range(1, a.ndim)))
+    found = {path: np.asarray(rows_are_finite(params[path])) for path in part.paths}
+    for step in plan.steps:
+        for path in part.paths.intersection(step.ours):
+            if not np.all(found[path] if step.index is None else found[path][step.index]):
+                raise ValueError(
+                    f"te_jax.hf.save: {path} has a NaN or an infinite number, in {' or '.join(step.theirs)}, which has "
+                    "no scale in FP8; pass finite weights, or leave fp8 out."
+                )
 
 
 def _check_kernels(plan: Conversion, kernels: Mapping[str, Any]):

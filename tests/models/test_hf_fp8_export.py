@@ -1,6 +1,7 @@
 """te_jax.hf.FP8Export: masters that are written in FP8, and what is read of them."""
 
 import json
+from functools import partial
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from te_jax import hf
 from te_jax.hf import files
 from te_jax.hf.fp8_export import quantize_to
 from te_jax.hf.quantization_config import write_scheme
+from te_jax.hf.scales import Scaled
 from te_jax.ops.quantize import quantize_block
 from te_jax.recipe import DelayedScaling
 from te_jax.state.fp8 import autocast
@@ -77,18 +79,62 @@ def test_there_and_back(name, tmp_path):
 
 
 def test_scales():
-    """The bits of the op of blocks; 1 where all are 0."""
+    """The bits of the op of blocks, or its values with powers of 2; 1 where all are 0."""
     a = jax.random.normal(jax.random.key(0), (200, 300)).at[128:, :128].set(0)
     for power_2 in (False, True):
         got = quantize_to(hf.FP8Export().scheme, power_2, a)
         options = dict(outputs=("data", "block_inv"), lead=0, dtype=jnp.dtype(jnp.float8_e4m3fn), square=True)
         data, inverse = quantize_block(a, power_2=power_2, epsilon=0.0, **options)
-        np.testing.assert_array_equal(np.asarray(got.data), np.asarray(data))
-        np.testing.assert_array_equal(got.scale_inv, inverse)
+        if not power_2:
+            np.testing.assert_array_equal(np.asarray(got.data), np.asarray(data))
+            np.testing.assert_array_equal(got.scale_inv, inverse)
+        np.testing.assert_array_equal(
+            got.dequantize(jnp.float32), Scaled(data, inverse, got.format).dequantize(jnp.float32)
+        )
         assert got.scale_inv[1, 0] == 1
-    for export in (TENSOR, CHANNEL):
-        got = quantize_to(export.scheme, False, jnp.zeros((2, 3)))
-        assert np.all(np.asarray(got.scale_inv) == 1) and not np.any(np.asarray(got.data, np.float32))
+
+
+def test_scales_are_normal_numbers():
+    """Of zeros, and of the least and the largest weights: neither 0 nor infinite, and values are what they were."""
+    tiny, edges = np.finfo(np.float32).tiny, np.array([0.0, 1e-45, 1e-40, 2e-38, 3e-37, 1e-35, 3e38], np.float32)
+    weights = np.zeros((len(edges), 2, 3), np.float32)
+    weights[:, 0, 1] = edges
+    # Half a step of E4M3, or of its subnormal numbers by the least scale; XLA has no subnormal numbers of f32.
+    off = np.where(edges < tiny, edges, np.maximum(2.0**-4 * edges.astype(np.float64), 2.0**-136) * (1 + 2.0**-20))
+    for export in (hf.FP8Export(), TENSOR, CHANNEL):
+        for power_2 in (False, True):
+            got = jax.vmap(partial(quantize_to, export.scheme, power_2))(weights)
+            scales = np.asarray(got.scale_inv, np.float64).reshape(len(edges), -1)
+            assert np.all((scales >= tiny) & np.isfinite(scales)) and np.all(scales[0] == 1)
+            values = np.asarray(got.data, np.float32)[:, 0, 1] * scales[:, 0]
+            assert np.all(np.abs(values - edges) <= off)
+
+
+def test_powers_of_2_are_kept():
+    """What is read of weights is written with the same bytes, also where the largest was rounded down to half of 448,
+    which the double of the scale fits as well."""
+    drawn = jax.random.uniform(jax.random.key(1), (300, 32, 32), minval=-0.7, maxval=0.7)
+    largest = jnp.linspace(0.8, 1.2, 300)[:, None]  # 0.875 is 448 / 512, 0.90625 is 464 / 512
+    for export in (BLOCK, hf.FP8Export(weights="tensor", powers_of_2=True)):
+        write = jax.vmap(partial(quantize_to, export.scheme, True))
+        first = write(drawn.at[:, 0, :1].set(largest))
+        again = write(jax.vmap(lambda a: a.dequantize(jnp.float32))(first))
+        assert first.data.tobytes() == again.data.tobytes() and first.scale_inv.tobytes() == again.scale_inv.tobytes()
+        assert float(jnp.abs(first.data.astype(jnp.float32)).max((1, 2)).min()) > 224
+
+
+@pytest.mark.parametrize("spoiled", [np.nan, np.inf, -np.inf])
+def test_weights_that_are_not_finite_are_named(spoiled, tmp_path):
+    """Before anything is written: the parameter, and the tensor of its layer."""
+    model, variables = hf.load(FIXTURES / "llama3", dtype=jnp.bfloat16)
+    layer = variables["params"]["layers"]["TransformerLayer_0"]
+    layer["mlp"]["wo_kernel"] = layer["mlp"]["wo_kernel"].at[1, 3, 5].set(spoiled)
+    words = "layers/TransformerLayer_0/mlp/wo_kernel has a NaN or an infinite number, in model.layers.1.mlp.down_proj.w"
+    for export in (hf.FP8Export(), TENSOR, CHANNEL):
+        with pytest.raises(ValueError, match=words):
+            hf.save(tmp_path / "no", model, variables, fp8=export)
+    assert not (tmp_path / "no").exists()
+    hf.save(tmp_path / "wide", model, variables)
 
 
 def test_config():
