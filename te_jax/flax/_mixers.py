@@ -31,7 +31,8 @@ def mixers_stand_alone(module: Any) -> str | None:
     """`ssm` and `delta`, of which a layer has at most one, and `sublayers` other than "both", are for an encoder
     without `parallel_attention_mlp`; `ssm` and `delta` go without `transpose_batch_sequence`,
     `context_parallel_causal_load_balanced`, relative embedding, `kv_lora_rank`, and a `self_attn_mask_type` that is not
-    causal. A layer that is "mlp" has no mixer, one that is "mixer" no `moe`."""
+    causal. A layer that is "mlp" has no mixer, one that is "mixer" no `moe`. Other fields of attention have no effect
+    next to `ssm` or `delta`, and are not refused: the layers of a hybrid share them."""
     given = [name for name in MIXERS if getattr(module, name) is not None]
     if len(given) > 1:
         return f"{' and '.join(given)} are given, but a layer has one mixer; set one of them None"
