@@ -397,6 +397,9 @@ def expected(name: str, model) -> dict:
         said = texts(2, 7, 2)
         words = model.generate(**encoded, **greedy)[:, 1:]
         return out | dict(said=said, logits=model(**encoded, decoder_input_ids=said).logits, words=words)
+    if name.endswith("-vl"):  # as patches of images have them
+        places = torch.randint(0, 40, (3, *tokens.shape), generator=torch.Generator().manual_seed(3))
+        out |= dict(places=places, placed=model(tokens, position_ids=places).logits)
     return out | dict(logits=model(tokens).logits, words=model.generate(tokens, **greedy, pad_token_id=0)[:, 11:])
 
 

@@ -4,6 +4,8 @@ import json
 import shutil
 from dataclasses import replace
 
+import jax
+import numpy as np
 import pytest
 from hf_folders import FIXTURES, differences
 
@@ -75,6 +77,16 @@ def test_sections_of_positions_in_their_forms():
     other = published("llama3-8b").with_layer(rotary_pos_emb_sections=sections)
     with pytest.raises(ValueError, match="rotary_pos_emb_sections is .*, which config.json has no word for"):
         FAMILIES["llama"].write(other)
+
+
+@pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])
+def test_tokens_with_three_positions(name):
+    """The logits that transformers has where times, rows and columns differ, in f32 within 1e-5 of the largest."""
+    due = np.load(FIXTURES / name / "expected.npz")
+    model, variables = hf.load(FIXTURES / name)
+    logits = jax.jit(model.apply)(variables, due["tokens"], positions=due["places"])
+    np.testing.assert_allclose(logits, due["placed"], rtol=0, atol=1e-5 * np.abs(due["placed"]).max())
+    assert np.abs(due["placed"] - due["logits"]).max() > 0.1
 
 
 HYBRIDS = {
