@@ -70,8 +70,11 @@ class VisionEncoder(Model):
         axes = (W_NO_SHARD_AXES, W_FSDP_AXES)
         kernel = parameter(self, "embedding", nn.initializers.lecun_normal(), axes, (inputs, c.hidden_size))
         bias = parameter(self, "embedding_bias", nn.initializers.zeros, (W_FSDP_AXES,), (c.hidden_size,))
-        cut = images[:, : side * p, : side * p].reshape(-1, side, p, side, p, c.image_channels)
-        patches = cut.transpose(0, 1, 3, 2, 4, 5).reshape(-1, side * side, inputs).astype(self.dtype)
+        # On Explicit axes jax reshapes one axis, or neighbours, at a time.
+        rows = images[:, : side * p, : side * p].reshape(images.shape[0], side, p, side * p, c.image_channels)
+        cut = rows.reshape(images.shape[0], side, p, side, p, c.image_channels).transpose(0, 1, 3, 2, 4, 5)
+        patches = cut.reshape(images.shape[0], side, side, inputs).reshape(images.shape[0], side * side, inputs)
+        patches = patches.astype(self.dtype)
         kernel, bias = (gather_whole(a).astype(self.dtype) for a in (kernel, bias))
         x, places = patches @ kernel + bias, (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES)
         if c.class_token:
@@ -82,7 +85,8 @@ class VisionEncoder(Model):
     def _of_each_image(self, name: str, x: jax.Array) -> jax.Array:
         """A learned token for each image of x [b, s, H], [b, 1, H]."""
         token = gather_whole(self._table(name, 1)).astype(self.dtype)
-        return constrain(jnp.broadcast_to(token, (x.shape[0], *token.shape)), (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
+        each = jnp.zeros_like(x[:, :1]) + token  # which lies on Explicit axes as x does
+        return constrain(each, (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
 
     def _pool_token(self, x: jax.Array) -> jax.Array:
         """x [b, H], the class token's -> [b, H]."""

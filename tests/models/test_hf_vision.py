@@ -12,6 +12,8 @@ import pytest
 from flax import linen as nn
 from flax import nnx
 from hf_folders import FIXTURES, tensors
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 import te_jax as te
 import te_jax.nnx as te_nnx
@@ -143,6 +145,23 @@ def test_fp8_and_gradients(name):
     assert not np.array_equal(grads["final_norm"]["scale"], exact["final_norm"]["scale"])
     kernel = lambda g: np.asarray(g["layers"]["TransformerLayer_0"]["mlp"]["wi_kernel"])
     assert np.linalg.norm(kernel(grads) - kernel(exact)) < 0.2 * np.linalg.norm(kernel(exact))
+
+
+@pytest.mark.parametrize("name", ["siglip", "vit"])
+def test_explicit_axes(name):
+    """Devices share the images and the channels of kernels: pooled states are transformers'."""
+    due = np.load(FIXTURES / name / "expected.npz")
+    model, variables = hf.load(FIXTURES / name)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(fsdp_resource="fsdp", tp_resource="tp")):
+        rules = te.sharding.extend_logical_axis_rules(())
+        spec = nn.get_partition_spec(jax.eval_shape(model.init, jax.random.key(0), due["images"]))
+        placed = jax.device_put(variables, nn.logical_to_mesh_sharding(spec, mesh, rules))
+        images = jax.device_put(due["images"], NamedSharding(mesh, P("fsdp")))
+        with nn.logical_axis_rules(rules):
+            got = jax.jit(lambda variables, images: model.apply(variables, images, pooled=True))(placed, images)
+    assert placed["params"]["embedding"].sharding.spec == P(None, "fsdp")
+    compare(got, due["pooled"])
 
 
 def test_initial_variables_and_refusals():
