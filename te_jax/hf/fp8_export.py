@@ -95,7 +95,8 @@ class Fp8Part(NamedTuple):
 
     def config(self, plan: Conversion) -> dict[str, Any]:
         """`quantization_config` of config.json."""
-        steps = (step for step in plan.steps if step.rule.form in OF_LINEARS and step.ours[0] not in self.paths)
+        is_linear = lambda step: step.rule.form in OF_LINEARS or step.ours == ("params/head",)
+        steps = (step for step in plan.steps if is_linear(step) and step.ours[0] not in self.paths)
         unquantized = [name for step in steps for name in step.theirs if name.endswith(".weight")]
         return write_scheme(self.scheme, bool(self.inputs), unquantized)
 

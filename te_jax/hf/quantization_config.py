@@ -140,7 +140,7 @@ def _refuse_key(where: str, key: str, value: Any, may: Iterable[Any], more: str 
 def write_scheme(scheme: Scheme, static: bool, unquantized: Iterable[str]) -> dict[str, Any]:
     """`quantization_config` of a config.json. static: activations have scales too. unquantized: names of weights of
     linear layers that are not in FP8."""
-    apart = ["lm_head", *sorted(name.removesuffix(".weight") for name in unquantized)]
+    apart = ["lm_head", *sorted({name.removesuffix(".weight") for name in unquantized} - {"lm_head"})]
     if scheme.compressed:
         return _write_compressed(scheme, static, apart)
     said = dict(quant_method="fp8", fmt="e4m3", activation_scheme="static" if static else "dynamic")

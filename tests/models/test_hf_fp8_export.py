@@ -123,6 +123,16 @@ def test_powers_of_2_are_kept():
         assert float(jnp.abs(first.data.astype(jnp.float32)).max((1, 2)).min()) > 224
 
 
+def test_a_classifier_stays_as_it_is(tmp_path):
+    """And is named, so that no reader expects its scale."""
+    model, variables = hf.load(FIXTURES / "vit-classifier")
+    hf.save(tmp_path / "narrow", model, variables, fp8=CHANNEL)
+    assert config_of(tmp_path / "narrow")["quantization_config"]["ignore"] == ["lm_head", "classifier"]
+    held = read(tmp_path / "narrow")
+    assert held["classifier.weight"].dtype == np.float32 and "classifier.weight_scale" not in held
+    assert "vit.encoder.layer.0.output.dense.weight_scale" in held
+
+
 @pytest.mark.parametrize("spoiled", [np.nan, np.inf, -np.inf])
 def test_weights_that_are_not_finite_are_named(spoiled, tmp_path):
     """Before anything is written: the parameter, and the tensor of its layer."""
