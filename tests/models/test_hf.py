@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
-from hf_folders import FIXTURES, tensors
+from hf_folders import FIXTURES, load_once, loaded, tensors
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -32,10 +32,9 @@ OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
-@functools.cache
-def loaded(name):
-    """The model and variables of a fixture, for all tests that only read them."""
-    return hf.load(FIXTURES / name)
+@pytest.fixture(autouse=True)
+def equal_models_are_compiled_once(monkeypatch):
+    load_once(monkeypatch)
 
 
 def ours(model, variables, due):

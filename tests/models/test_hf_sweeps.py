@@ -1,5 +1,6 @@
 """te_jax.hf on all fixtures: folders of base models, heads that are tied or not, and layers of te_jax.nnx."""
 
+import functools
 import json
 import math
 
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import FIXTURES, tensors
+from hf_folders import FIXTURES, load_once, loaded, tensors
+from quick_init import quick_nnx
 
 import te_jax.nnx as te_nnx
 from te_jax import hf
@@ -38,13 +40,18 @@ def is_tied(name):
     return hf.read_config(FIXTURES / name).tie_embeddings
 
 
+@pytest.fixture(autouse=True)
+def equal_models_are_compiled_once(monkeypatch):
+    load_once(monkeypatch)
+
+
 @pytest.mark.parametrize("name", DECODERS)
 def test_base_models(name, tmp_path):
     """Their tensors have no prefix, but the head next to them; and a tied embedding may stand under the head's name."""
     family, held = FAMILY[name], tensors(FIXTURES / name)
     bare = {key.removeprefix(family.prefix): a for key, a in held.items()}
     assert bare.keys() - held.keys()
-    _, want = hf.load(FIXTURES / name)
+    _, want = loaded(name)
     got = [hf.load(folder_of(name, tmp_path / "bare", bare))[1]]
     if is_tied(name):
         source = family.tied[HEAD]
@@ -130,8 +137,8 @@ def test_nnx(name):
     layers = []
     for i in range(c.num_layers):
         own = {kind: of[f"layer_{i}"]["TransformerLayer_0"] for kind, of in variables.items() if f"layer_{i}" in of}
-        module = te_nnx.TransformerLayer(**c.fields_of_layer(i), rngs=nnx.Rngs(0))
-        layers.append(te_nnx.from_linen(own, module))
+        make = functools.partial(te_nnx.TransformerLayer, **c.fields_of_layer(i))
+        layers.append(te_nnx.from_linen(own, quick_nnx(lambda make=make: make(rngs=nnx.Rngs(0)))))
 
     @nnx.jit
     def run(layers, x):

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from te_jax.hf import checkpoints
+from te_jax import hf
+from te_jax.hf import checkpoints, filling
 
 CLASSES = (FileNotFoundError, FileExistsError, ValueError, TypeError)  # of errors of te_jax.hf
 FIXTURES = pathlib.Path(__file__).parents[1] / "hf_fixtures"
@@ -68,14 +69,24 @@ def with_header(header: bytes, data: bytes = b"") -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
+_planned, _bound = functools.cache(checkpoints.plan_of), functools.cache(functools.partial)
+
+
 def trace_once(monkeypatch):
-    """Models are traced once each from now on."""
-    plans, plan_of = {}, checkpoints.plan_of
+    """Equal models are traced once from now on."""
+    monkeypatch.setattr(checkpoints, "plan_of", _planned)
 
-    def planned(model):
-        return plans.get(model.config) or plans.setdefault(model.config, plan_of(model))
 
-    monkeypatch.setattr(checkpoints, "plan_of", planned)
+def load_once(monkeypatch):
+    """And what puts tensors into an equal model's parameters is compiled once: most of the time to load a fixture."""
+    trace_once(monkeypatch)
+    monkeypatch.setattr(filling, "partial", _bound)  # jax knows programs by the identity of their functions
+
+
+@functools.cache
+def loaded(name):
+    """The model and variables of a fixture, for all tests that only read them."""
+    return hf.load(FIXTURES / name)
 
 
 def load_nothing(monkeypatch):
