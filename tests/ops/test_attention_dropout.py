@@ -6,9 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from attention_oracle import OPEN, attend, check, one_hot_values, operands, run, visible
+from attention_oracle import OPEN, attend, check, one_hot_values, operands, run, traced_run, visible
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from op_calls import forget_traces
 
 from te_jax.ops import attention
 from te_jax.ops.attention import dot_product_attention, dot_product_attention_packed, op, reference
@@ -107,9 +108,9 @@ def kernel(monkeypatch):
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
     lowered_bwd = lambda *args, **attrs: (*op._backward(backward, *args, **attrs), *(None,) * 3)
     monkeypatch.setattr(attention.attention_bwd, "reference", lowered_bwd)
-    jax.clear_caches()
+    forget_traces(traced_run)
     yield
-    jax.clear_caches()
+    forget_traces(traced_run)
 
 
 def _check_gradients(got, q, k, v, dout):

@@ -49,14 +49,14 @@ def run(q, k, v, dout, *, bias=None, softmax_offset=None, **kwargs):
     """out and the gradients of q, k, v, and of bias and softmax_offset where given."""
     extra = {name: x for name, x in (("bias", bias), ("softmax_offset", softmax_offset)) if x is not None}
     arrays = {name: kwargs.pop(name) for name in ARRAYS if name in kwargs}
-    return _run(q, k, v, dout, extra, arrays, tuple(kwargs.items()))
+    return traced_run(q, k, v, dout, extra, arrays, tuple(kwargs.items()))
 
 
 ARRAYS = ("mask", "dropout_rng", "sequence_descriptor")
 
 
 @partial(jax.jit, static_argnums=6)
-def _run(q, k, v, dout, extra, arrays, kwargs):
+def traced_run(q, k, v, dout, extra, arrays, kwargs):
     call = lambda q, k, v, extra: dot_product_attention(q, k, v, **extra, **arrays, **dict(kwargs))
     out, vjp = jax.vjp(call, q, k, v, extra)
     dq, dk, dv, dextra = vjp(dout)

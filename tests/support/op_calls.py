@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from te_jax.core.op import Op
+
 
 def call(case, args):
     """The case as a function of its present operands."""
@@ -34,3 +36,12 @@ def close(got, want, which="", term=None):
         size = np.abs(w[np.isfinite(w)]).max(initial=0) if term is None else term
         atol = float(info.smallest_subnormal) if info.bits == 8 else step * (size if step < 1e-3 else 1e-6)
         np.testing.assert_allclose(g, w, rtol=step, atol=atol, err_msg=said)
+
+
+def forget_traces(*jitted):
+    """What ops mean, and these functions, are traced anew from now on. `jax.clear_caches` forgets all programs of the
+    tests before, too: to free them took 15 s, and those that come again are compiled again."""
+    for made in (Op._compile, Op._reference_of, Op._mappable_call):
+        made.cache_clear()
+    for function in jitted:
+        function.clear_cache()
