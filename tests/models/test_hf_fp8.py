@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
-from hf_folders import FIXTURES, tensors
+from hf_folders import FIXTURES, load_once, tensors
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -100,6 +100,11 @@ def canonical(a):
 def equal(a, b):
     """NaNs too."""
     np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
+
+
+@pytest.fixture(autouse=True)
+def equal_models_are_compiled_once(monkeypatch):
+    load_once(monkeypatch)
 
 
 def kernels(variables) -> dict[str, QuantizedKernel]:
