@@ -1,6 +1,6 @@
 """Modules of mixers on several devices, and on one."""
 
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import jax
@@ -14,15 +14,32 @@ from te_jax.sharding import MeshResource, global_shard_guard
 _BY_KIND = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
 
 
+def _with_residual(module, params, x):
+    return module.apply({"params": params}, x, residual=True)[0]
+
+
+def _with_mask(module, params, x, mask):
+    return module.apply({"params": params}, x, mask)[0]
+
+
+def _run_of(apply, weights, params, x, *mask):
+    """y and gradients of params and x."""
+    y, vjp = jax.vjp(lambda p, x: apply(p, x, *mask), params, x)
+    return y, *vjp(weights.astype(y.dtype))
+
+
+@cache
+def _on_one_device(module, apply):
+    """One program for all meshes."""
+    return jax.jit(partial(_run_of, partial(apply, module)))
+
+
 def of_rows_and_heads(module: nn.Module, params: Any, x: Any, weights: Any, kind: str, tp: int) -> tuple[Any, ...]:
     """Two devices by rows, tp by heads -> y and gradients of params and x; the same of one device; the specs of
     params; the compiled program."""
 
-    def run(params, x):
-        y, vjp = jax.vjp(lambda p, x: module.apply({"params": p}, x, residual=True)[0], params, x)
-        return y, *vjp(weights.astype(y.dtype))
-
-    want = jax.jit(run)(params, x)
+    run = partial(_run_of, partial(_with_residual, module), weights)
+    want = _on_one_device(module, _with_residual)(weights, params, x)
     mesh = jax.make_mesh((2, tp), ("dp", "tp"), axis_types=(_BY_KIND[kind],) * 2)
     with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
         place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
@@ -43,14 +60,9 @@ def of_a_sequence(
     """Devices by rows, tokens and heads, as many as `sizes` -> y and gradients of params and x; the same of one
     device; the jaxpr. kind "manual": inside a `jax.shard_map` over the axis of tokens."""
 
-    def apply(params, x, mask):
-        return module.apply({"params": params}, x, mask)[0]
-
-    def run(params, x, apply=apply):
-        y, vjp = jax.vjp(lambda p, x: apply(p, x, mask), params, x)
-        return y, *vjp(weights.astype(y.dtype))
-
-    want = jax.jit(run)(params, x)
+    apply = partial(_with_mask, module)
+    run = lambda params, x, apply=apply: _run_of(apply, weights, params, x, mask)
+    want = _on_one_device(module, _with_mask)(weights, params, x, mask)
     mesh = jax.make_mesh(sizes, ("dp", "cp", "tp"), axis_types=(_BY_KIND[kind],) * 3)
     resource = MeshResource(dp_resource="dp", cp_resource="cp", tp_resource="tp")
     with jax.set_mesh(mesh), global_shard_guard(resource):
@@ -59,6 +71,6 @@ def of_a_sequence(
             placed = jax.device_put(np.asarray(x), NamedSharding(mesh, cut))
             shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
             run = partial(run, apply=shards) if kind == "manual" else run
-            jaxpr = jax.make_jaxpr(run)(params, placed).jaxpr
-            got = jax.jit(run)(params, placed)
-    return got, want, jaxpr
+            program = jax.jit(run).trace(params, placed)
+            got = program.lower().compile()(params, placed)
+    return got, want, program.jaxpr.jaxpr
