@@ -1,7 +1,7 @@
 """`linear_cross_entropy` against the same loss of whole logits: in float64, in FP8 by `layers.dense`, on meshes."""
 
 import itertools
-from functools import partial
+from functools import cache, partial
 
 import jax
 import jax.numpy as jnp
@@ -268,21 +268,22 @@ def placed(mesh, x, kernel, labels, cotangent):
     return put(x, *TOKENS), put(kernel, "fsdp", "tp"), put(labels, *TOKENS), put(cotangent, *TOKENS)
 
 
+@cache
+def of_both_reductions(rule, is_told):
+    extra = dict(ALL, vocab_axis="tp", token_spec=TOKENS) if is_told else ALL
+    return jax.jit(lambda *args: [ours(*args, how, chunk_tokens=3, recipe=rule, **extra) for how in ("mean", "none")])
+
+
 @pytest.mark.parametrize("rule", [None, BLOCK], ids=["f32", "block"])
 @pytest.mark.parametrize("kind", ["explicit", "auto", "auto, told"])
 def test_mesh(kind, rule, rng):
     """As on one device, with tokens over dp, fsdp and cp, words over tp. What crosses is smaller than logits."""
     args = drawn(rng, 4, 6, 16, 2 * V)
-    run = lambda extra: jax.jit(
-        lambda *args: [ours(*args, how, chunk_tokens=3, recipe=rule, **ALL, **extra) for how in ("mean", "none")]
-    )
-    want = run({})(*args)
+    want = of_both_reductions(rule, False)(*args)
     explicit = AxisType.Explicit if kind == "explicit" else AxisType.Auto
     mesh = jax.make_mesh((1, 2, 2, 2), ("dp", "fsdp", "cp", "tp"), axis_types=(explicit,) * 4)
     with jax.set_mesh(mesh):
-        split = run(dict(vocab_axis="tp", token_spec=TOKENS) if kind == "auto, told" else {})
-        on_mesh = placed(mesh, *args)
-        got = split(*on_mesh)
+        got = of_both_reductions(rule, kind == "auto, told")(*placed(mesh, *args))
     # In blocks a device's own words may be scaled otherwise than all: half an ulp of E5M2 of each gradient of a logit.
     for a, b in zip(got, want):
         close(a, list(map(np.asarray, b)), 2.0**-18 if rule is None else 2.0**-2)

@@ -182,7 +182,7 @@ def test_on_a_mesh(kind, spec, rng, on_host):
         spec = P("a", "b")
     states = settled(args, names, norm)
     mesh = jax.make_mesh((4, 2), ("a", "b"), axis_types=(kind,) * 2)
-    run = jax.jit(lambda args, states: jax.value_and_grad(loss, (0, 1))(args, states, fused_f32, True, RECIPE, names, norm))  # fmt: skip  # noqa: E501
+    run = lambda args, states: value_and_grads(args, states, fused_f32, True, RECIPE, names, norm)
     want = run(args, states)
     with jax.set_mesh(mesh):
         put = lambda a: jax.device_put(a, NamedSharding(mesh, P()))
