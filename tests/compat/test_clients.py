@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax import nnx
 from flax.nnx import variablelib
@@ -184,7 +185,7 @@ def test_a_trainer_of_language_models(kind, rng):
 
 @pytest.fixture
 def qkv(rng):
-    return tuple(jnp.asarray(rng.standard_normal((B, S, n, D)), jnp.float32) for n in (N, G, G))
+    return tuple(on_device(rng.standard_normal((B, S, n, D)), jnp.float32) for n in (N, G, G))
 
 
 def test_a_trainer_of_diffusion_models(qkv):

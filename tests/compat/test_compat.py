@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 
 import te_jax
@@ -38,7 +39,7 @@ class Product(TransformerEngineBase):
 
 
 def test_a_dense_layer_with_its_quantizers(rng):
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((2, 16, 32), (32, 16)))
+    x, kernel = (on_device(rng.standard_normal(shape), jnp.float32) for shape in ((2, 16, 32), (32, 16)))
     module = Product()
     state = jax.jit(module.init)({}, x, kernel)
     assert state["_overwrite_with_gradient"]["x_amax_history"].shape == (4,)
@@ -97,8 +98,7 @@ def test_logical_axes_without_rules_of_flax(rng):
 
 def test_norms_in_front_of_dense_layers(rng):
     x, gamma, kernel, wi, wo = (
-        jnp.asarray(rng.standard_normal(shape), jnp.float32)
-        for shape in ((6, 16), (16,), (16, 8), (16, 2, 24), (24, 16))
+        on_device(rng.standard_normal(shape), jnp.float32) for shape in ((6, 16), (16,), (16, 8), (16, 2, 24), (24, 16))
     )
     quantizers = QuantizerFactory.create_set(scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING)
     current = dict(norm="rmsnorm", recipe=quantizers.recipe)
@@ -133,7 +133,7 @@ def test_norms_in_front_of_dense_layers(rng):
 
 
 def test_grouped_dense_layers(rng):
-    x, kernel = (jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in ((9, 8), (3, 8, 5)))
+    x, kernel = (on_device(rng.standard_normal(shape), jnp.float32) for shape in ((9, 8), (3, 8, 5)))
     sizes = jnp.array([4, 0, 3])
     rule, wide = recipe.Float8CurrentScaling(), jnp.float32
     quantizers = QuantizerFactory.create_set(fp8_recipe=rule, n_groups=3)
@@ -169,7 +169,7 @@ def test_grouped_dense_layers(rng):
 
 
 def test_router(rng):
-    logits = jnp.asarray(rng.standard_normal((5, 6)), jnp.float32)
+    logits = on_device(rng.standard_normal((5, 6)), jnp.float32)
     weights, chosen = te.router.fused_topk_with_score_function(logits, 2, True, scaling_factor=2.0)
     scores = jax.nn.softmax(logits, -1)
     expected = np.asarray(scores >= jnp.sort(scores, -1)[:, -2:-1])
@@ -278,7 +278,7 @@ def test_more_rows_than_tokens_have_experts(tokens, rng):
 @pytest.mark.parametrize("decoder", [False, True])
 def test_a_layer_with_the_incumbents_defaults(rng, decoder):
     """The same tree and numbers as a layer of te_jax that asks for each of them, at a width unlike hidden_size."""
-    x = jnp.asarray(rng.standard_normal((2, 6, 12)), jnp.float32)
+    x = on_device(rng.standard_normal((2, 6, 12)), jnp.float32)
     shared = dict(
         mlp_hidden_size=16, num_attention_heads=2, layer_type="decoder" if decoder else "encoder", drop_path=0.5,
         hidden_dropout=0.0, attention_dropout=0.0, window_size=(2, 2), self_attn_mask_type="no_mask",
@@ -297,7 +297,7 @@ def test_a_layer_with_the_incumbents_defaults(rng, decoder):
 
 
 def test_relative_embedding_is_switched_off_by_false(rng):
-    x = jnp.asarray(rng.standard_normal((1, 3, 8)), jnp.float32)
+    x = on_device(rng.standard_normal((1, 3, 8)), jnp.float32)
     layer = TransformerLayer(hidden_size=8, mlp_hidden_size=8, num_attention_heads=2, relative_embedding=False)
     variables = jax.eval_shape(lambda: layer.init(jax.random.key(0), x, deterministic=True))
     assert "relpos_bias" not in flax.core.unfreeze(variables)["params"]

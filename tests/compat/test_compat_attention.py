@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 
 from te_jax.compat.transformer_engine.jax.attention import (
@@ -51,7 +52,7 @@ def attention(q, k, v, hidden, scale, offset=None):
 
 @pytest.fixture
 def qkv(rng):
-    return tuple(jnp.asarray(rng.standard_normal((2, 7, heads, 8)), jnp.float32) for heads in (4, 4, 4))
+    return tuple(on_device(rng.standard_normal((2, 7, heads, 8)), jnp.float32) for heads in (4, 4, 4))
 
 
 def call(arrays, described=None, mask_type=AttnMaskType.NO_MASK, layout=QKVLayout.BSHD_BSHD_BSHD, **keywords):

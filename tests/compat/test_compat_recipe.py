@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 
 import te_jax
@@ -64,7 +65,7 @@ def test_autocast_is_off_unless_switched_on():
 
 
 def test_recipes_of_modules_count_where_autocast_is_off(rng):
-    x, own = jnp.asarray(rng.standard_normal((3, 16)), jnp.float32), recipe.Float8CurrentScaling()
+    x, own = on_device(rng.standard_normal((3, 16)), jnp.float32), recipe.Float8CurrentScaling()
     dense = nn.Dense(5, dot_general_cls=te.flax.make_dot_general_cls(own))
     variables = dense.init(jax.random.key(0), x)
     expected = dense.apply(variables, x)

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -347,7 +348,7 @@ def test_gemm_collectives(lhs, rhs, want, kind, rng):
 
 def test_a_sum_of_many_products(rng):
     """More terms than one op takes, of sums of different sizes and ranks."""
-    terms = [[jnp.asarray(rng.standard_normal((m, *k)), jnp.float32) for m in (4, 6)] for k in [(8,), (2, 5)] * 3]
+    terms = [[on_device(rng.standard_normal((m, *k)), jnp.float32) for m in (4, 6)] for k in [(8,), (2, 5)] * 3]
     got = gemm_sum([(*term, None, None) for term in terms], lead=1, out_dtype=jnp.float32)
     close(got, sum(gemm(*term, contract=term[0].ndim - 1) for term in terms))
 
@@ -359,7 +360,7 @@ def test_gemm_sum_collectives(dtype, kind, second, rng, on_host):
     """One mesh axis splits the sums of both terms, or of one: products are added before they cross devices."""
     mesh = jax.make_mesh((4, 2), AXES, axis_types=KINDS[kind])
     scale = jnp.float32(0.5) if dtype != jnp.float32 else None
-    of = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+    of = lambda *shape: on_device(rng.standard_normal(shape), jnp.float32).astype(dtype)
     arrays = of(8, 32), of(16, 32), of(8, 64), of(16, 64), jnp.ones((8, 16))
     specs = P("a", "b"), P(None, "b"), P("a", *second[1:]), second, P("a")
 
@@ -429,7 +430,7 @@ def test_attributes_of_another_type_lower_anew():
 @pytest.mark.parametrize("ones", [(), (0,), (1,), (0, 1), (2,), (0, 1, 2)], ids=str)
 def test_bias_of_a_part_of_the_batch(ones, rng):
     """The CUDA lowering, with plain JAX instead of the kernel, which has one batch axis: of 1 or all rows."""
-    draw = lambda *shape: jnp.asarray(rng.standard_normal(shape), jnp.bfloat16)
+    draw = lambda *shape: on_device(rng.standard_normal(shape), jnp.bfloat16)
     q, k, v, dout = draw(2, 3, 8, 4, 16), draw(2, 3, 8, 2, 16), draw(2, 3, 8, 2, 8), draw(2, 3, 8, 4, 8)
     bias = draw(*(1 if axis in ones else size for axis, size in enumerate((2, 3, 4))), 8, 8)
     attrs = dict(left=-1, right=0, bottom_right=False, seq_major=False, interleaved=False, scale=0.3, dropout_rate=0.0)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from quick_init import quick_init
 
@@ -17,7 +18,7 @@ CLOSE = dict(rtol=3e-5, atol=3e-5)  # float32 sums of at most 100 terms of order
 
 
 def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def core(**fields):

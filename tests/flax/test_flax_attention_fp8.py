@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from quick_init import quick_init
 
@@ -36,7 +37,7 @@ def fp8():
 
 
 def data(*shape, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), bf16)
+    return on_device(np.random.default_rng(seed).normal(size=shape), bf16)
 
 
 def attention(**fields):

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from quick_init import quick_init
@@ -33,7 +34,7 @@ RESOURCE = MeshResource(dp_resource="dp", tp_resource="tp", cp_resource="cp")
 
 
 def data(*shape, seed=1, dtype=jnp.float32):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def layer(**fields):

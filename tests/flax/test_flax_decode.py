@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -26,7 +27,7 @@ RECIPE = recipe.DelayedScaling(amax_history_len=4)
 
 
 def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def layer(**fields):

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType
@@ -23,7 +24,7 @@ FIELDS = dict(label_smoothing=0.1, z_loss=1e-2, logit_softcap=5.0, ignore_index=
 
 @pytest.fixture
 def data(rng):
-    return jnp.asarray(rng.normal(size=(4, 6, H)), jnp.float32), rng.integers(0, V, (4, 6))
+    return on_device(rng.normal(size=(4, 6, H)), jnp.float32), rng.integers(0, V, (4, 6))
 
 
 def test_logits_and_loss(data):

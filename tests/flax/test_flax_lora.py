@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax_reference import data
 from jaxprs import equations
@@ -285,7 +286,7 @@ def test_part_of_the_kernels_of_fused_layers():
 def test_one_traced_layer_by_several_gradients(recipe, override):
     """jax traces a jitted function once, and takes its gradient by only x and by everything from that one trace."""
     recipe = recipe(override_linear_precision=override)
-    x, kernel = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
+    x, kernel = on_device(np.random.default_rng(0).normal(size=(2, 16, 16)), jnp.float32)
     with te.autocast(True, recipe):
         module = te_flax.DenseGeneral(16)
         variables = quick_init(module.init)(jax.random.key(0), x)

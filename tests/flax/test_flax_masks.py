@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 
 import te_jax.flax as te_flax
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, explain_attention
@@ -26,7 +27,7 @@ def core(**fields):
 
 @pytest.fixture
 def qkv(rng):
-    return tuple(jnp.asarray(rng.standard_normal((B, S, heads, D)), jnp.float32) for heads in (H, G, G))
+    return tuple(on_device(rng.standard_normal((B, S, heads, D)), jnp.float32) for heads in (H, G, G))
 
 
 @pytest.fixture
@@ -175,7 +176,7 @@ def test_axes_of_one_device_are_no_split(qkv):
 
 
 def test_hidden_size_unlike_the_width(rng):
-    x = jnp.asarray(rng.standard_normal((2, 4, 24)), jnp.float32)
+    x = on_device(rng.standard_normal((2, 4, 24)), jnp.float32)
     fields = dict(mlp_hidden_size=8, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)
     with pytest.raises(ValueError, match="hidden_size is 16; .*hidden_size=24 and kv_channels=8"):
         te_flax.TransformerLayer(hidden_size=16, **fields).init(KEY, x)
@@ -191,7 +192,7 @@ def test_hidden_size_unlike_the_width(rng):
 
 def test_drop_path_behind_cross_attention(rng):
     """`cross_drop_path` is its rate; without it `drop_path` is."""
-    x, encoded = (jnp.asarray(rng.standard_normal((64, n, 8)), jnp.float32) for n in (2, 3))
+    x, encoded = (on_device(rng.standard_normal((64, n, 8)), jnp.float32) for n in (2, 3))
     layer = lambda **fields: te_flax.TransformerLayer(
         hidden_size=8, mlp_hidden_size=8, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0,
         layer_type="decoder", **fields,

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 
 import te_jax.flax as te_flax
@@ -18,7 +19,7 @@ CLOSE = dict(rtol=1e-4, atol=2e-5)  # f32 sums of at most 32 terms of order 1, t
 
 
 def data(*shape, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 def mha(**fields):

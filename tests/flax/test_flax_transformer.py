@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from quick_init import quick_init
@@ -24,7 +25,7 @@ QUIET = dict(hidden_dropout=0.0, attention_dropout=0.0)
 
 
 def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def layer(**fields):
@@ -468,7 +469,7 @@ def test_without_jit(rng):
     module = te_flax.TransformerLayer(
         hidden_size=16, mlp_hidden_size=32, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0
     )
-    x = jnp.asarray(rng.standard_normal((2, 4, 16)), jnp.float32)
+    x = on_device(rng.standard_normal((2, 4, 16)), jnp.float32)
     with te.autocast(True, recipe.DelayedScaling(amax_history_len=4)):
         variables = nn.meta.unbox(quick_init(module.init)(jax.random.key(0), x))
         step = jax.value_and_grad(lambda variables: jnp.sum(jnp.sin(module.apply(variables, x))))

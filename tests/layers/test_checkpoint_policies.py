@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.extend.core import Literal
 from jax.sharding import AxisType, PartitionSpec
@@ -40,7 +41,7 @@ MODULES = {
     "moe": te_flax.MoEBlock(4, 2, 2 * H, dtype=jnp.bfloat16),
     "layer": te_flax.TransformerLayer(**LAYER),
 }
-X = jnp.asarray(np.random.default_rng(0).normal(size=(1, 16, H)), jnp.bfloat16)
+X = on_device(np.random.default_rng(0).normal(size=(1, 16, H)), jnp.bfloat16)
 DOTS = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 

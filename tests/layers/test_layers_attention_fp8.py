@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
@@ -30,7 +31,7 @@ SERVED_BACKWARD = (1, 128, 2, 1, 128)  # by cuDNN in FP8
 def data(rng, sizes):
     """q, k, v, dout."""
     b, s, h, g, d = sizes
-    return [jnp.asarray(rng.standard_normal((b, s, n, d)), bf16) for n in (h, g, g, h)]
+    return [on_device(rng.standard_normal((b, s, n, d)), bf16) for n in (h, g, g, h)]
 
 
 def fresh(scales=None):

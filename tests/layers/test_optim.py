@@ -10,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import optax
 import pytest
+from arrays import on_device
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from states import restored, saved
 
@@ -186,7 +187,7 @@ def test_moments_die_out(rng, monkeypatch):
     """After the gradients have stopped the update falls as (b1 / sqrt(b2))**t. Rounded to nearest it would stop at half
     its values, where 5 % are less than half a unit in the last place."""
     b1, b2, t = 0.95, 0.9999, 100
-    grads = jnp.concatenate([jnp.asarray(rng.normal(size=(20, 4, 128)), jnp.float32), jnp.zeros((t, 4, 128))])
+    grads = jnp.concatenate([on_device(rng.normal(size=(20, 4, 128)), jnp.float32), jnp.zeros((t, 4, 128))])
     due, got = (run(tx, grads) for tx in (optax.scale_by_adam(b1, b2), te.optim.scale_by_adam_fp8(b1, b2)))
     assert np.abs(got).max() < 1.2 * np.abs(due).max()
     # Summed over 512 elements, each off at random by some 2**-3 / sqrt(6) / sqrt(1 - b1**2) of it, 16 %: 0.7 %.
@@ -223,8 +224,8 @@ def test_updates_are_finite_where_those_of_optax_are():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_first_step_is_that_of_optax(rng, nesterov, dtype):
     """There nothing has been rounded yet: schedule, eps, decay, mask, nesterov, bias corrections are those of optax."""
-    params = {name: jnp.asarray(rng.normal(size=SHAPES[name]), dtype) for name in ("plain", "odd")}
-    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape) * 1e-3, dtype), params)
+    params = {name: on_device(rng.normal(size=SHAPES[name]), dtype) for name in ("plain", "odd")}
+    grads = jax.tree.map(lambda p: on_device(rng.normal(size=p.shape) * 1e-3, dtype), params)
     options = dict(b1=0.8, b2=0.97, eps=1e-4, eps_root=1e-9, weight_decay=0.3, nesterov=nesterov)
     options |= dict(mask=lambda p: {name: name != "odd" for name in p}, learning_rate=lambda count: 0.1 + count)
     step = lambda tx: jax.jit(lambda params, grads: tx.update(grads, tx.init(params), params)[0])(params, grads)
@@ -250,8 +251,8 @@ def test_bytes():
 
 
 def small(rng):
-    params = {"a": jnp.asarray(rng.normal(size=(2, 128)), jnp.float32), "b": jnp.zeros((3,), jnp.bfloat16)}
-    return params, jax.tree.map(lambda p: jnp.asarray(rng.normal(size=(4, *p.shape)), p.dtype), params)
+    params = {"a": on_device(rng.normal(size=(2, 128)), jnp.float32), "b": jnp.zeros((3,), jnp.bfloat16)}
+    return params, jax.tree.map(lambda p: on_device(rng.normal(size=(4, *p.shape)), p.dtype), params)
 
 
 def assert_same(got, due, flips=0.0):
@@ -330,8 +331,8 @@ SPECS = {  # of parameters, and what crosses devices: at most maxima of blocks t
 def on_mesh(rng, kind, names):
     mesh = jax.make_mesh((8,), ("fsdp",), axis_types=(kind,))
     place = lambda tree: {name: jax.device_put(tree[name], NamedSharding(mesh, SPECS[name][1])) for name in names}
-    params = {name: jnp.asarray(rng.normal(size=SPECS[name][0]), jnp.float32) for name in names}
-    grads = jax.tree.map(lambda p: jnp.asarray(rng.normal(size=p.shape), p.dtype), params)
+    params = {name: on_device(rng.normal(size=SPECS[name][0]), jnp.float32) for name in names}
+    grads = jax.tree.map(lambda p: on_device(rng.normal(size=p.shape), p.dtype), params)
     return mesh, place, params, grads
 
 

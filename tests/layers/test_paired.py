@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 
 from te_jax import checkpoint_policies as policies
 from te_jax import recipe
@@ -92,7 +93,7 @@ def test_an_input_that_is_read_later(rng):
     """It keeps its values, and so does an argument that is not donated."""
     counts = np.array([100, 128, 3], np.int32)
     offsets, dtypes = oracle.groups_of(counts), dict(dtype=jnp.dtype(E5M2))
-    x, dy = (jnp.asarray(rng.standard_normal(shape), bf16) for shape in ((384, 2, 1, 128), (384, 128)))
+    x, dy = (on_device(rng.standard_normal(shape), bf16) for shape in ((384, 2, 1, 128), (384, 128)))
     kept = np.array(x)
 
     @jax.jit
@@ -165,7 +166,7 @@ def metas():
 
 
 def operands(rng, dtype=bf16, features=F):
-    normal = lambda *shape: jnp.asarray(rng.standard_normal(shape) / 4, dtype)
+    normal = lambda *shape: on_device(rng.standard_normal(shape) / 4, dtype)
     weights = normal(H, E), (normal(E, H, features), normal(E, H, features)), normal(E, features, H)
     return normal(T, H), *weights
 
@@ -213,7 +214,7 @@ def test_layer(name, quantized, rng, monkeypatch):
     if quantized and of_metas() is not None:
         pytest.skip("FP8 weights have no state of their own")
     x, gate, wi, wo = operands(rng)
-    dy = jnp.asarray(rng.standard_normal((T, H)), bf16)
+    dy = on_device(rng.standard_normal((T, H)), bf16)
 
     def run(x, gate, wi, wo):
         options = dict(weights_of=in_fp8(rule, wi, wo)) if quantized else {}
@@ -247,8 +248,8 @@ def test_layer_under_transformations(rng, monkeypatch):
     rule = recipe.Float8CurrentScaling()
     x, gate, wi, wo = operands(rng)
     both = jnp.stack((x, x[::-1]))
-    dy = jnp.asarray(rng.standard_normal((2, T, H)), bf16)
-    sums = jax.tree.map(lambda a: jnp.asarray(rng.standard_normal(a.shape), f32), (wi, wo))
+    dy = on_device(rng.standard_normal((2, T, H)), bf16)
+    sums = jax.tree.map(lambda a: on_device(rng.standard_normal(a.shape), f32), (wi, wo))
 
     def run(both, gate, wi, wo, dy, sums):
         one = lambda x, dy: gradients(rule, None, x, gate, wi, wo, dy)

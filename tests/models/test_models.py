@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import model_references as published
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 
 import te_jax.flax as te_flax
@@ -192,7 +193,7 @@ def inputs(case) -> dict[str, jax.Array]:
     rng = np.random.default_rng(1)
     x = rng.normal(size=(B, case.length, H)) * np.array([1, 0.02])[:, None, None]
     return {"x": jnp.asarray(x, jnp.float32)} | (
-        {"encoded": jnp.asarray(rng.normal(size=(B, case.memory, H)), jnp.float32)} if case.memory else {}
+        {"encoded": on_device(rng.normal(size=(B, case.memory, H)), jnp.float32)} if case.memory else {}
     )
 
 
@@ -209,7 +210,7 @@ def weights(case):
     def draw(path, leaf):
         spread = {"kernel": leaf.shape[0] ** -0.5, "embedding": 1.0, "scale": 0.2, "bias": 0.02}
         spread = spread.get(path[-1].key, leaf.shape[-2:][0] ** -0.5)  # the others are kernels of experts
-        return jnp.asarray(rng.normal(size=leaf.shape) * spread + (path[-1].key == "scale"), jnp.float32)
+        return on_device(rng.normal(size=leaf.shape) * spread + (path[-1].key == "scale"), jnp.float32)
 
     args = reference_args(case, inputs(case))
     return jax.tree_util.tree_map_with_path(draw, jax.eval_shape(case.reference.init, KEY, *args)["params"])
@@ -236,7 +237,7 @@ def test_block(name):
     """Outputs, and gradients by inputs and all parameters."""
     case = CASES[name]
     params, arrays = weights(case), inputs(case)
-    dy = jnp.asarray(np.random.default_rng(3).normal(size=arrays["x"].shape), jnp.float32)
+    dy = on_device(np.random.default_rng(3).normal(size=arrays["x"].shape), jnp.float32)
 
     @functools.partial(jit, static_argnums=0)
     def run(function, params, arrays):

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax.traverse_util import unflatten_dict
 from jax.sharding import AxisType
@@ -47,7 +48,7 @@ def made(cls, config, *args, scan=True, **options):
     noise = np.random.default_rng(0)
 
     def fill(path, leaf):
-        return jnp.asarray(0.3 * noise.normal(size=leaf.shape) + (path[-1].key == "scale"), leaf.dtype)
+        return on_device(0.3 * noise.normal(size=leaf.shape) + (path[-1].key == "scale"), leaf.dtype)
 
     return model, jax.tree_util.tree_map_with_path(fill, shapes)
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 
 import te_jax.flax as te_flax
@@ -38,7 +39,7 @@ def test_look_ups_are_those_of_flax(by_product, axis_type, rng):
     config = models.ModelConfig(V, 1, H, max_positions=V, token_types=V)
     model, inside = Embeds(config, dtype=jnp.float32, embed_by_product=by_product), IDS % V
     tables = ("embedding", "positions", "token_types")
-    params = {name: jnp.asarray(rng.normal(size=(V, H)), jnp.float32) for name in tables}
+    params = {name: on_device(rng.normal(size=(V, H)), jnp.float32) for name in tables}
     mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType[axis_type],))
     ours = lambda params, *args: model.apply({"params": params}, *args)
 

@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax import nnx
 from quick_init import quick_nnx
@@ -16,7 +17,7 @@ from te_jax.sharding import MeshResource, extend_logical_axis_rules, global_shar
 
 RECIPE = te.recipe.DelayedScaling(amax_history_len=3)
 H = 32  # hidden size
-X = jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, H)), jnp.bfloat16)
+X = on_device(np.random.default_rng(0).normal(size=(2, 16, H)), jnp.bfloat16)
 LAYER = dict(hidden_size=H, mlp_hidden_size=48, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)
 
 BIASES = ("num_buckets", "max_distance", "num_attention_heads")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax import nnx
 from quick_init import quick_nnx
@@ -23,7 +24,7 @@ CURRENT = recipe.Float8CurrentScaling()
 H = 32
 LAYER = dict(hidden_size=H, mlp_hidden_size=48, num_attention_heads=2, hidden_dropout=0.0, attention_dropout=0.0)
 SIZES = np.reshape([1.0, 9.0, 0.2], (3, 1, 1, 1))  # the second batch is the largest
-BATCHES = jnp.asarray(np.random.default_rng(0).normal(size=(3, 2, 16, H)) * SIZES, jnp.bfloat16)
+BATCHES = on_device(np.random.default_rng(0).normal(size=(3, 2, 16, H)) * SIZES, jnp.bfloat16)
 X = BATCHES[0]
 
 

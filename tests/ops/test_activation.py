@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from conftest import optimized
 
 from te_jax.ops.quantize.activation import (
@@ -37,7 +38,7 @@ REFERENCE = {
 
 
 def _data(rng, *shape, dtype=np.float32):
-    return jnp.asarray(rng.normal(size=shape) * 4, dtype)
+    return on_device(rng.normal(size=shape) * 4, dtype)
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])

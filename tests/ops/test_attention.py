@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from attention_oracle import BOUND, OPEN, attend, check, error, operands, run, visible
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
@@ -111,7 +112,7 @@ def test_large_numbers_where_nobody_looks_give_no_nan():
 @pytest.mark.parametrize("shape", [(5, 9), (1, 1, 1, 1), (1, 4, 5, 9), (2, 1, 1, 9), (1, 4, 5, 1), (2, 4, 5, 9)])
 def test_bias_and_its_gradient(kind, shape):
     q, k, v, dout = operands(SHAPES["gqa_s<t"])
-    bias = jnp.asarray(np.random.default_rng(3).standard_normal(shape), jnp.float32)
+    bias = on_device(np.random.default_rng(3).standard_normal(shape), jnp.float32)
     got = run(q, k, v, dout, bias=bias, attn_bias_type=kind, attn_mask_type="causal")
     seen, pre_scale = visible(5, 9, causal=True), kind == "pre_scale_bias"
     want = attend(q, k, v, seen=seen, scale=0.25, bias=bias, pre_scale=pre_scale, dout=dout)
@@ -153,7 +154,7 @@ def test_scale_and_no_batch_and_two_batch_axes():
 
 def test_max_logit():
     q, k, v, _ = operands(SHAPES["gqa_s<t"])
-    bias = jnp.asarray(np.random.default_rng(4).standard_normal((1, 4, 5, 9)), jnp.float32)
+    bias = on_device(np.random.default_rng(4).standard_normal((1, 4, 5, 9)), jnp.float32)
     out, top = dot_product_attention(q, k, v, bias=bias, attn_mask_type="causal", return_max_logit=True)
     logits = 0.25 * np.einsum("bshd,bthd->bhst", q, np.repeat(k, 2, 2)) + bias
     want = np.where(visible(5, 9, causal=True), logits, -np.inf).max((0, 2, 3))

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from attention_oracle import BOUND, error, operands
 
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
@@ -48,13 +49,13 @@ def test_bias(s, t, rng):
 
 
 def test_rows_of_their_own(rng):
-    slopes, first = jnp.asarray(rng.uniform(0.1, 1, 3), jnp.float32), jnp.asarray([0, 9, 4])
+    slopes, first = on_device(rng.uniform(0.1, 1, 3), jnp.float32), jnp.asarray([0, 9, 4])
     got = jax.jit(lambda slopes, at: alibi_bias(slopes, 2, 11, q_offset=at))(slopes, first)
     np.testing.assert_array_equal(got, np.stack([alibi_bias(slopes, 2, 11, q_offset=int(at)) for at in first]))
 
 
 def test_gradient_of_the_slopes(rng):
-    slopes = jnp.asarray(rng.uniform(0.1, 1, 3), jnp.bfloat16)
+    slopes = on_device(rng.uniform(0.1, 1, 3), jnp.bfloat16)
     dbias = rng.integers(-9, 9, (2, 3, 4, 6))  # small integers: sums are exact
     at = jnp.asarray([1, 5])
     got = jax.grad(lambda m: jnp.sum(alibi_bias(m, 4, 6, q_offset=at) * dbias))(slopes.astype(jnp.float32))

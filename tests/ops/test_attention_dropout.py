@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from attention_oracle import OPEN, attend, check, one_hot_values, operands, run, traced_run, visible
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -51,7 +52,7 @@ def test_rate_and_the_same_mask_backward(make_key, g, dtype, implementation):
 
 
 def test_packed_draws_the_same():
-    qkv = jnp.asarray(np.random.default_rng(0).standard_normal((B, S, 3, H, D)), jnp.bfloat16)
+    qkv = on_device(np.random.default_rng(0).standard_normal((B, S, 3, H, D)), jnp.bfloat16)
     kwargs = dict(dropout_rate=RATE, dropout_rng=jax.random.key(1), attn_mask_type="causal")
     packed = lambda x: dot_product_attention_packed(x, **kwargs)
     apart = lambda x: dot_product_attention(*(x[:, :, i] for i in range(3)), **kwargs)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from attention_oracle import BOUND, error
 
 import te_jax.flax as te_flax
@@ -51,7 +52,7 @@ def test_equals_separate_arrays(kwargs, dtype):
 
 
 def test_max_logit_and_no_batch():
-    qkv = jnp.asarray(np.random.default_rng(1).standard_normal((6, 3, 2, 16)), jnp.float32)
+    qkv = on_device(np.random.default_rng(1).standard_normal((6, 3, 2, 16)), jnp.float32)
     run = jax.jit(lambda qkv: [f(qkv, return_max_logit=True) for f in (dot_product_attention_packed, apart)])
     (out, top), (want, want_top) = run(qkv)
     assert error(out, want) <= BOUND[jnp.float32][0] and error(top, want_top) <= BOUND[jnp.float32][0]

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rope_oracle
+from arrays import on_device
 
 from te_jax.ops import rope as module
 from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, PositionSections, YarnScaling, rope
@@ -122,7 +123,7 @@ def test_gradient_is_the_inverse_rotation(rng, method, rotary_dim, turned):
 
 def test_jit_and_vmap(rng):
     """A scaling may be a static argument, positions may be traced and mapped."""
-    x, at = jnp.asarray(rng.normal(size=(4, 2, 9, 3, 8)), jnp.float32), jnp.asarray(rng.integers(0, 999, (4, 9)))
+    x, at = on_device(rng.normal(size=(4, 2, 9, 3, 8)), jnp.float32), jnp.asarray(rng.integers(0, 999, (4, 9)))
     turn = jax.jit(rope, static_argnames=("windows", "group_method", "turned", "rotary_dim", "scaling"))
     options = dict(rotary_dim=4, scaling=Llama3Scaling(2.0, original_max_position=64))
     got = jax.vmap(partial(turn, **options))(x, at)

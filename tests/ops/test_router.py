@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import router_oracle as oracle
+from arrays import on_device
 
 from te_jax.ops.router import RouterOptions, Routing, load_balancing_loss, route, updated_expert_bias, z_loss
 
@@ -146,7 +147,7 @@ def test_shapes(shape, rng):
 
 def test_all_of_the_most_experts_are_chosen(rng):
     """The kernel then needs more shared memory than there is unasked."""
-    logits = jnp.asarray(rng.standard_normal((3, 1024)), jnp.float32)
+    logits = on_device(rng.standard_normal((3, 1024)), jnp.float32)
     routing = jax.jit(route, static_argnums=1)(logits, RouterOptions(1024, use_pre_softmax=True))
     np.testing.assert_array_equal(routing.experts, np.argsort(-np.asarray(logits), -1, kind="stable"))
     # A softmax divides by a sum of 2**10 terms.
@@ -171,7 +172,7 @@ def test_many_experts(experts, rng):
 @pytest.mark.parametrize("tokens", [17, 8209, 16401])
 def test_counts(tokens, rng):
     """Of two parts, of more than a CTA has threads, and of as many as there are at most (`csrc/experts/router.cu`)."""
-    logits = jnp.asarray(rng.standard_normal((tokens, 5)), jnp.float32)
+    logits = on_device(rng.standard_normal((tokens, 5)), jnp.float32)
     routing = jax.jit(route, static_argnums=1)(logits, RouterOptions(2))
     np.testing.assert_array_equal(routing.counts, np.bincount(np.ravel(routing.experts), minlength=5))
 

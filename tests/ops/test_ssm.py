@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import ssm_oracle as oracle
+from arrays import on_device
 from ssm_oracle import both, row, rows_of, segments_of
 
 from te_jax.ops.ssm import causal_conv1d, kernels, pieces, scan, ssd
@@ -223,7 +224,7 @@ def test_pieces(rng, monkeypatch, begins):
     monkeypatch.setattr(pieces, "_LEAST_LENGTH", kernels.KEPT)
     monkeypatch.setattr(pieces, "_FEW", 2)
     rows, s, h, p, n = 2, 4 * kernels.KEPT, 2, 8, 8
-    draw = lambda *shape: jnp.asarray(rng.standard_normal((rows, *shape)), jnp.bfloat16)
+    draw = lambda *shape: on_device(rng.standard_normal((rows, *shape)), jnp.bfloat16)
     x, dt, B, C, dy = draw(s, h, p), draw(s, h) - 5, draw(s, 1, n), draw(s, 1, n), draw(s, h, p)
     initial, dfinal = (draw(h, p, n).astype(jnp.float32) for _ in range(2))
     segments = None if begins is None else jnp.searchsorted(jnp.array(begins, int), jnp.arange(s), side="right")

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention, explain_attention
@@ -27,7 +28,7 @@ def operands(s=S, t=S, g=G, b=B, e=D, h=H, dtype=jnp.float32):
     """q, k, v, dout."""
     rng = np.random.default_rng(0)
     sizes = (b, s, h, D), (b, t, g, D), (b, t, g, e), (b, s, h, e)
-    return [jnp.asarray(rng.standard_normal(size), dtype) for size in sizes]
+    return [on_device(rng.standard_normal(size), dtype) for size in sizes]
 
 
 def with_gradients(f, offset=None):

@@ -6,6 +6,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax import nnx
 from jax.sharding import AxisType, NamedSharding
@@ -163,7 +164,7 @@ def test_manual_axes(kind):
 def test_auto_axes(what, rng):
     """The compiler finds the place by the names of activations, whatever splits the kernels."""
     names = dict(layernorm_input_axes=("nvte_batch", "nvte_seqlen", "nvte_hidden"))
-    module, x = MODULES[what].clone(**names), jnp.asarray(rng.standard_normal((B, S, H)), jnp.float32)
+    module, x = MODULES[what].clone(**names), on_device(rng.standard_normal((B, S, H)), jnp.float32)
     boxed = quick_init(module.init)(KEYS, x)
     mesh = jax.make_mesh((2, 2), ("dp", "fsdp"), axis_types=(AxisType.Auto,) * 2)
     with jax.set_mesh(mesh), te.autocast(False, mesh_resource=te.MeshResource(dp_resource="dp", fsdp_resource="fsdp")):

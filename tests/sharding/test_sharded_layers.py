@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -129,7 +130,7 @@ def test_undivided_sizes(name, fp8, recwarn):
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
     roles = {("tpsp" if sp and axis == "tp" else axis) + "_resource": axis for axis in sizes}
     module, rng = module_of("mlp", sp, dtype=jnp.float32), np.random.default_rng(0)
-    arrays = [jnp.asarray(rng.normal(size=(b, s, H)), jnp.float32) for _ in range(2)]
+    arrays = [on_device(rng.normal(size=(b, s, H)), jnp.float32) for _ in range(2)]
     with te.autocast(fp8, RECIPE):
         others, params = flax.core.pop(quick_init(module.init)(KEY, arrays[0]), "params")
         want = jax.jit(gradients(module))(nn.meta.unbox(params), others, *arrays)
@@ -262,7 +263,7 @@ def test_heads_that_tp_does_not_divide(kind):
 def test_fewer_groups_than_devices_of_a_mesh_without_names(rng):
     """h 4, g 2 on a 2 x 4 mesh, where no MeshResource says which axis heads lie on: k is cut in half heads."""
     mesh = jax.make_mesh((2, 4), ("a", "b"), axis_types=(AxisType.Auto,) * 2)
-    q, k = (jnp.asarray(rng.normal(size=(4, 8, h * 8)), jnp.bfloat16) for h in (4, 2))
+    q, k = (on_device(rng.normal(size=(4, 8, h * 8)), jnp.bfloat16) for h in (4, 2))
     heads = lambda x: x.reshape(4, 8, -1, 8)
     fn = lambda q, k: jnp.sum(dot_product_attention(heads(q), heads(k), heads(k)).astype(jnp.float32) ** 2)
     want = jax.jit(jax.value_and_grad(fn, (0, 1)))(q, k)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -217,7 +218,7 @@ def test_pipeline(fp8, kind, request):
     a stage is its own."""
     if kind == "explicit" and jax.__version_info__ < (0, 11):
         request.applymarker(pytest.mark.xfail(strict=True, reason=GATHERED))
-    x, w = (jnp.asarray(np.random.default_rng(i).normal(size=(B, S, H)), jnp.float32) for i in range(2))
+    x, w = (on_device(np.random.default_rng(i).normal(size=(B, S, H)), jnp.float32) for i in range(2))
     mesh = jax.make_mesh((2, 2, 2), ("stage", "dp", "tp"), axis_types=(KINDS.get(kind, AxisType.Auto),) * 3)
     with te.autocast(fp8, RECIPE):
         keys = jax.random.split(jax.random.key(0))

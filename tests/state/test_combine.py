@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
@@ -23,7 +24,7 @@ FACTORS = jnp.asarray([2.0, 7.0, 3.0])  # the second use has the largest amax
 
 
 def inputs(seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(N, 8, 16)), jnp.float32) * FACTORS[:, None, None]
+    return on_device(np.random.default_rng(seed).normal(size=(N, 8, 16)), jnp.float32) * FACTORS[:, None, None]
 
 
 def start(module, xs):

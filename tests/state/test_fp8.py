@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
@@ -203,7 +204,7 @@ class TestUpdate:
     def test_stacked_layers_and_one_computation(self):
         rng = np.random.default_rng(0)
         stacked = {
-            f"{t}_{leaf}": jnp.asarray(rng.uniform(1, 2, (5, 3, n)), jnp.float32).at[..., 0].multiply(leaf == "scale")
+            f"{t}_{leaf}": on_device(rng.uniform(1, 2, (5, 3, n)), jnp.float32).at[..., 0].multiply(leaf == "scale")
             for t in ("x", "kernel", "grad")
             for leaf, n in (("scale", 1), ("amax_history", 4))
         }

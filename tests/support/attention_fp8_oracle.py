@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 
 from te_jax.ops.attention.fp8 import BackwardScales, ForwardScales
 
@@ -29,7 +30,7 @@ def fp8_array(rng, shape, dtype=E4M3, largest=4.0):
     """-> data, the scale that it was multiplied with. A normal distribution, cut at `largest`, over the whole type."""
     scale = np.float32(float(jnp.finfo(dtype).max) / largest)
     x = np.clip(rng.standard_normal(shape), -largest, largest)
-    return jnp.asarray(x * scale, jnp.float32).astype(dtype), scale
+    return on_device(x * scale, dtype), scale
 
 
 def _wide(*arrays):

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 
 from te_jax.ops.attention import dot_product_attention
 
@@ -28,14 +29,14 @@ def operands(shape, dtype=jnp.float32, seed=0):
     b, s, t, h, g, d, e = shape
     rng = np.random.default_rng(seed)
     sizes = (b, s, h, d), (b, t, g, d), (b, t, g, e), (b, s, h, e)
-    return [jnp.asarray(rng.standard_normal(size), jnp.float32).astype(dtype) for size in sizes]
+    return [on_device(rng.standard_normal(size), dtype) for size in sizes]
 
 
 def one_hot_values(k, e):
     """Values [b, t, g, e], as many as it takes, whose outs, side by side, are the probabilities."""
     b, t, g, _ = k.shape
     columns = np.eye(t, -(-t // e) * e, dtype=np.float32).reshape(t, -1, e)
-    return [jnp.broadcast_to(jnp.asarray(columns[:, None, i], k.dtype), (b, t, g, e)) for i in range(columns.shape[1])]
+    return [on_device(np.broadcast_to(columns[:, None, i], (b, t, g, e)), k.dtype) for i in range(columns.shape[1])]
 
 
 def error(got, want):

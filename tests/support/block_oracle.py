@@ -5,6 +5,7 @@ import itertools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 
 from te_jax.recipe import MXFP8BlockScaling
 
@@ -86,12 +87,12 @@ def gemm_case(sizes, square, types, out, rng, rows=None, block=128):
     added, of the first `rows`."""
     m, n, k = sizes
     inverse = jnp.float8_e8m0fnu if block == 32 else jnp.float32
-    narrow = lambda shape, dtype: jnp.asarray(rng.standard_normal(shape), jnp.float32).astype(dtype)
+    narrow = lambda shape, dtype: on_device(rng.standard_normal(shape), dtype)
     blocks = lambda axes: (*axes[:-1], -(-axes[-1] // block))
     scales = lambda shape: jnp.asarray(np.exp2(rng.uniform(-9, 9, shape)), jnp.float32).astype(inverse)
     lhs, rhs = narrow((*m, *k), types[0]), narrow((*n, *k), types[1])
     lhs_inv, rhs_inv = scales((*blocks(k), *m)), scales((*blocks(n), *blocks(k)) if square else (*blocks(k), *n))
-    bias, c = (jnp.asarray(rng.standard_normal(shape) * 100, jnp.float32).astype(out) for shape in (n, (*m, *n)))
+    bias, c = (on_device(rng.standard_normal(shape) * 100, out) for shape in (n, (*m, *n)))
 
     def wide(a, inv, free, is_square):
         inv = np.asarray(inv.astype(jnp.float32), np.float64)

@@ -1,6 +1,6 @@
 """What tests of CUDA kernels share: operands with odd values, and equality bit for bit."""
 
-import jax.numpy as jnp
+import jax
 import numpy as np
 
 
@@ -18,7 +18,7 @@ def odd_values(rng, shape, dtype):
     """Normal data over many binades, with zeros, an inf and a NaN where there is room."""
     x = rng.standard_normal(shape) * np.exp2(rng.integers(-12, 12, shape))
     x[rng.random(shape) < 0.05] = 0.0
-    return jnp.asarray(x.astype(np.float32).astype(dtype))
+    return jax.device_put(x.astype(np.float32).astype(dtype))
 
 
 def activation_case(names, shape, dtype, rng):
@@ -26,7 +26,7 @@ def activation_case(names, shape, dtype, rng):
     x[: shape[0] // 3, :, : shape[1] // 3] *= np.array(8, dtype)  # saturated
     x[shape[0] // 2] = 0
     dy = rng.standard_normal(shape).astype(np.float32).astype(dtype)
-    return jnp.asarray(dy), jnp.asarray(x), np.float32(rng.uniform(1, 30))
+    return jax.device_put(dy), jax.device_put(x), np.float32(rng.uniform(1, 30))
 
 
 def rel(got, want):

@@ -5,12 +5,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rope_oracle
+from arrays import on_device
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 
 
 def data(*shape, dtype=jnp.float32, seed=1):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=shape), dtype)
 
 
 def unboxed(variables):
@@ -28,7 +29,7 @@ def shapes(tree):
 def filled(params, seed=0, spread=0.3):
     """`params` with every leaf (biases and scales too) replaced by normal numbers, boxes kept."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda a: jnp.asarray(rng.normal(size=a.shape) * spread, a.dtype), params)
+    return jax.tree.map(lambda a: on_device(rng.normal(size=a.shape) * spread, a.dtype), params)
 
 
 def norm(x, p, kind="layernorm", eps=1e-6, zero_centered=False):

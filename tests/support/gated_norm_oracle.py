@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 
 EPS = 1e-5  # of all norms here
 # In units of 2**-24 of a number: x, its gate, u, rstd, gamma and the product round once each; silu and 1 / sqrt are
@@ -45,4 +46,4 @@ def gradients_in_f64(x, z, gamma, dy, before):
 def drawn(rng, rows, g, c, dtype, gamma_type=jnp.float32):
     shapes = (*rows, g, c), (*rows, g, c), (g, c), (*rows, g, c)
     types = dtype, dtype, gamma_type, dtype
-    return [jnp.asarray(rng.standard_normal(shape) * 2, t) for shape, t in zip(shapes, types)]
+    return [on_device(rng.standard_normal(shape) * 2, t) for shape, t in zip(shapes, types)]

@@ -5,6 +5,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 from conftest import fp8_sum_error
 
 from te_jax.state import fp8
@@ -50,7 +51,7 @@ def close(got, want, dtype=jnp.float32):
 
 
 def data(rng, *shapes, dtype=jnp.float32):
-    return [jnp.asarray(rng.standard_normal(s).astype(np.float32).astype(dtype)) for s in shapes]
+    return [on_device(rng.standard_normal(s), dtype) for s in shapes]
 
 
 def with_gradients(fn, *args, dy):

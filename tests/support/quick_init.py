@@ -33,12 +33,12 @@ def _value(path, leaf, rng):
     name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
     has = lambda endings: any(name == end or name.endswith(f"_{end}") for end in endings)
     if has(_ZEROS):
-        return jnp.asarray(np.zeros(leaf.shape, leaf.dtype))
+        return jax.device_put(np.zeros(leaf.shape, leaf.dtype))
     if has(_ONES):
-        return jnp.asarray(np.ones(leaf.shape, leaf.dtype))
+        return jax.device_put(np.ones(leaf.shape, leaf.dtype))
     if has(_NORMAL):
         deviation = 1 if name.endswith("embedding") else 1 / math.sqrt(max(leaf.shape[:-1], default=1))
-        return jnp.asarray((deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
+        return jax.device_put((deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
     where = jax.tree_util.keystr(path)
     raise KeyError(f"quick_init: how does the leaf {where} begin? Say so in tests/support/quick_init.py")
 

@@ -8,6 +8,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -64,7 +65,7 @@ def module_of(what, sp: bool, **fields):
 
 
 def data(dtype, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=(B, S, H)), dtype)
+    return on_device(np.random.default_rng(seed).normal(size=(B, S, H)), dtype)
 
 
 def gradients(module):

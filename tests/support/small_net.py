@@ -6,6 +6,7 @@ import flax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from arrays import on_device
 from flax import linen as nn
 
 import te_jax as te
@@ -23,7 +24,7 @@ class Net(nn.Module):
 
 
 def data(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+    return on_device(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
 
 NET = Net()  # one, for states of which jax asks whether they have the same structure

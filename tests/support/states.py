@@ -7,6 +7,7 @@ import numpy as np
 import optax
 import orbax.checkpoint as ocp
 import orbax_whole  # noqa: F401
+from arrays import on_device
 from quick_init import quick_init
 
 import te_jax as te
@@ -14,7 +15,7 @@ import te_jax.flax as te_flax
 
 
 def data(rng: np.random.Generator, *shape: int) -> jax.Array:
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return on_device(rng.standard_normal(shape), jnp.float32)
 
 
 def state_of(model, recipe, x) -> te_flax.TrainState:
