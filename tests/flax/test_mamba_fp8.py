@@ -5,6 +5,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from arrays import on_device
 from flax import linen as nn
 from flax import nnx
 from flax_reference import data
@@ -50,8 +51,12 @@ def run_of(module, dy):
 
 def ops_of(run, *args):
     """{name: the types of the results of each} of the gated norm's ops."""
+    return ops_in(jax.make_jaxpr(run)(*args))
+
+
+def ops_in(jaxpr):
     found = {}
-    for eqn in equations(jax.make_jaxpr(run)(*args).jaxpr):
+    for eqn in equations(jaxpr.jaxpr):
         if "gated_norm" in eqn.primitive.name:
             found.setdefault(eqn.primitive.name, []).append({v.aval.dtype.name for v in eqn.outvars})
     return found
@@ -89,12 +94,14 @@ def test_as_the_norm_that_is_written(law, groups, before, dtype, monkeypatch):
     run = run_of(module, data(B, S, H, seed=2))
     with te.autocast(True, law):
         variables = filled(module, x)
-        assert in_fp8(ops_of(run, variables, x))
-        got = jax.jit(run)(variables, x)
+        program = jax.jit(run).trace(variables, x)
+        assert in_fp8(ops_in(program.jaxpr))
+        got = program.lower().compile()(variables, x)
         monkeypatch.setattr(te_jax.flax._mixers, "quantizes_gated_norm", lambda *args: False)
         run = run_of(module, data(B, S, H, seed=2))  # another function, which jax has not traced
-        assert not in_fp8(ops_of(run, variables, x))
-        want = jax.jit(run)(variables, x)
+        program = jax.jit(run).trace(variables, x)
+        assert not in_fp8(ops_in(program.jaxpr))
+        want = program.lower().compile()(variables, x)
     wide = jax.jit(run)({"params": variables["params"]}, x)
     assert jax.tree.structure(got) == jax.tree.structure(want)
     rounding = float(jnp.finfo(dtype).eps) / 2
@@ -211,8 +218,9 @@ def test_devices_that_split_heads(kind, groups, sp):
                 states = jax.tree.map(lambda a: place(a, PartitionSpec()), variables[te.FP8_COLLECTION])
                 placed = {"params": jax.tree.map(place, variables["params"], specs), te.FP8_COLLECTION: states}
                 args = placed, place(x, PartitionSpec("dp"))
-                assert in_fp8(ops_of(run, *args)) == (groups == 2)
-                compiled = jax.jit(run).lower(*args).compile()
+                program = jax.jit(run).trace(*args)
+                assert in_fp8(ops_in(program.jaxpr)) == (groups == 2)
+                compiled = program.lower().compile()
                 got = compiled(*args)
     # As in `test_nnx_and_decoding`; gradients pass five more products, and sums of devices.
     assert max(errors(got, want).values()) < 0.03
@@ -225,8 +233,8 @@ def test_devices_that_split_heads(kind, groups, sp):
 def test_the_layer(law, rng):
     """`gated_norm_dense` with bias and residual, and with a kernel in FP8, against the norm and the product in f32."""
     h, p, f, g = 4, 64, 48, 2
-    x, z, residual = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in ((3, 8, h, p), (3, 8, h, p), (3, 8, f)))
-    gamma, kernel, bias = (jnp.asarray(rng.standard_normal(s), jnp.float32) for s in (h * p, (h * p, f), f))
+    x, z, residual = (on_device(rng.standard_normal(s), jnp.float32) for s in ((3, 8, h, p), (3, 8, h, p), (3, 8, f)))
+    gamma, kernel, bias = (on_device(rng.standard_normal(s), jnp.float32) for s in (h * p, (h * p, f), f))
     options = dict(groups=g, recipe=law)
 
     def both(layer):
@@ -236,7 +244,7 @@ def test_the_layer(law, rng):
 
         return jax.jit(run)(x, z, gamma, kernel, bias, residual)
 
-    dy = jnp.asarray(rng.standard_normal((3, 8, f)), jnp.float32)
+    dy = on_device(rng.standard_normal((3, 8, f)), jnp.float32)
     got = both(lambda *args: gated_norm_dense(*args, **options))
 
     def plain(x, z, gamma, kernel, bias, residual):
