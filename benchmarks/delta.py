@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 
-from te_jax.ops.delta import gated_delta, kernels
+from te_jax.ops.delta import gated_delta
 
 from . import torch_peers
 from .cases import Case
@@ -65,7 +65,6 @@ class Rule:
         return q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(gate - 3)
 
     def build(self, backward: bool) -> Call:
-        kernels.use()
         if not backward:
             return compiled(rule, [self.operands()])
 

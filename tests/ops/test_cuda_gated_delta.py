@@ -8,13 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from delta_kernels import delta_kernels
 from ssm_oracle import both
 
 from te_jax.ops.delta import gated_delta, kernels
 from te_jax.ops.delta.rule import gated_delta_bwd, gated_delta_fwd
 
-pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("in_use")]
+pytestmark = pytest.mark.gpu
 bf16, f32 = jnp.bfloat16, jnp.float32
 # s, h, g, d, e, absent: one token, less than a chunk of 64, a chunk, one more, some of the 512 after which a state is
 # kept; tiles that are full, and not; more heads of a key than a CTA has warps. On a GPU also many chunks.
@@ -35,12 +34,6 @@ ERROR = oracle.ERROR + 5 * 2.0**-9
 # In gradients these are the four of what a token writes, or less; on the way back the state's gradient, what reaches a
 # token's writing, the inverse, and what that makes of it; and where both meet, what pairs of tokens sum up to.
 GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
-
-
-@pytest.fixture
-def in_use():
-    with delta_kernels():
-        yield
 
 
 def check(rng, s, h, g, d, e, absent, normalize=True):

@@ -6,7 +6,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax.core.check import BOOL, check
 from te_jax.ops.delta.chunk import CHUNK
 from te_jax.ops.formats import ceil_div
 from te_jax.ops.ssm.pieces import CTAS
@@ -17,20 +16,6 @@ KEPT = 512
 _MOST = 128  # channels
 _RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange: most of it stays in L2
 _CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
-
-
-_in_use = False
-
-
-def use(on: bool = True) -> None:
-    """From here on calls that are lowered for a GPU take the kernels, where these take them.
-
-    Until they have been measured on a GPU, plain JAX is what runs: the kernels have been run by a CPU only. on: False
-    goes back to that. A function that is compiled already stays as it is.
-    """
-    global _in_use
-    check("use", "on", on, BOOL)
-    _in_use = bool(on)
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -47,7 +32,7 @@ def rule(
     segments: Any, initial: Any, **attrs: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """The `cuda` of te_gated_delta_fwd."""
-    if not (_in_use and _rule_has_kernel(q, k, v, gate)):
+    if not _rule_has_kernel(q, k, v, gate):
         return reference(q, k, v, beta, gate, segments, initial, **attrs)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
     runs, q, k, rows, beta, gate, initial = runs_and_rows(v.ndim - 3, segments, q, k, v, beta, gate, initial)
@@ -60,7 +45,7 @@ def rule_bwd(
     gate: Any, segments: Any, states: Any, **attrs: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """The `cuda` of te_gated_delta_bwd."""
-    if not (_in_use and _rule_has_kernel(q, k, v, gate)):
+    if not _rule_has_kernel(q, k, v, gate):
         return reference(dy, dfinal, q, k, v, beta, gate, segments, states, **attrs)
     dy, types = dy.astype(v.dtype), dict(dbeta=beta.dtype, dgate=gate.dtype)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
