@@ -27,6 +27,7 @@ from expert_cases import (
     normal,
     of_specs,
     on_mesh,
+    on_one_device,
     rounded,
     spec_of_weights,
     weights,
@@ -72,7 +73,7 @@ SKEWED = 9.0 * np.eye(E)[3] - 9.0 * np.eye(E)[5]  # an expert that has nearly al
 def test_like_one_device(place, rng):
     sizes, kind, roles, tokens, exchange = PLACES[place]
     x, w, dy = normal(rng, B, S, WIDE).at[..., 0].set(1.0), weights(rng, SKEWED, WIDE), normal(rng, B, S, WIDE)
-    want = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
+    want = on_one_device(x, w, metas(), dy, how=None)
     close(on_mesh(sizes, kind, roles, x, w, dy, tokens=tokens, how=None, exchange=exchange), want)
 
 
@@ -80,7 +81,7 @@ def test_like_one_device(place, rng):
 def test_tokens_that_devices_do_not_divide(shape, rng):
     """They are whole on the devices of experts, as of a batch of 3 on 4 of them."""
     x, w, dy = normal(rng, *shape, H), weights(rng), normal(rng, *shape, H)
-    want = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
+    want = on_one_device(x, w, metas(), dy, how=None)
     roles = dict(dp_resource="dp", ep_resource="ep")
     close(on_mesh(dict(dp=2, ep=2), AxisType.Auto, roles, x, w, dy, tokens=(), how=None), want)
 
@@ -90,7 +91,7 @@ def test_fp8(name, rng):
     """With one scale for a tensor all is as on one device, given the gradient as it arrives. In blocks wgrad's
     columns of x are rounded twice: by 2**-4 of a number of x."""
     x, w, dy = normal(rng, B, S, WIDE), weights(rng, h=WIDE), normal(rng, B, S, WIDE)
-    want = jax.jit(partial(layer, how=RECIPES[name]))(x, w, metas(), rounded(dy))
+    want = on_one_device(x, w, metas(), rounded(dy), how=RECIPES[name])
     roles, tokens = dict(dp_resource="dp", ep_resource="ep"), ("dp", "ep")
     options = dict(tokens=tokens, how=RECIPES[name], exchange=BLOCKS if name == "current" else PIECES)
     got = on_mesh(dict(dp=2, ep=2), AxisType.Auto, roles, x, w, dy, **options)
@@ -135,7 +136,7 @@ def test_capacity_of_tokens_that_are_whole(rng):
     x, w = normal(rng, 3, 5, H).at[..., 0].set(1.0), weights(rng, SKEWED)
     options = dict(how=recipe.Float8CurrentScaling(), capacity_factor=0.5)
     dy = rounded(normal(rng, 3, 5, H))
-    want = jax.jit(partial(layer, **options))(x, w, metas(), dy)
+    want = on_one_device(x, w, metas(), dy, **options)
     got = on_mesh(dict(ep=4), AxisType.Auto, dict(ep_resource="ep"), x, w, dy, tokens=(), **options)
     close(got[:2], want[:2])
 
@@ -143,7 +144,7 @@ def test_capacity_of_tokens_that_are_whole(rng):
 def test_sequence_and_features_on_one_axis(rng):
     """Tokens cross it, too: each of its devices has a part of F."""
     x, w, dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
-    want = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
+    want = on_one_device(x, w, metas(), dy, how=None)
     roles = dict(ep_resource="ep", tpsp_resource="tp")
     options = dict(tokens=("ep",), token_spec=P("ep", "tp"), exchange=BLOCKS, how=None)
     close(on_mesh(dict(ep=2, tp=2), AxisType.Auto, roles, x, w, dy, **options), want)
@@ -152,7 +153,7 @@ def test_sequence_and_features_on_one_axis(rng):
 def test_inside_shard_map(rng):
     """As in a pipeline's stages: a device passes its own experts, and has the numbers of a stage by itself."""
     x, w, dy = normal(rng, B, S, H), weights(rng), normal(rng, B, S, H)
-    y, _, (dx, dw, _) = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
+    y, _, (dx, dw, _) = on_one_device(x, w, metas(), dy, how=None)
     staged = lambda specs: of_specs(lambda spec: P("pp", *spec), specs)
 
     def stage(*args):
@@ -295,7 +296,7 @@ def test_memory_that_others_read_is_kept(rng):
 def test_places_that_lack(rng):
     """What finds no place in a block, or no row, is counted, and adds nothing."""
     x, w, dy = normal(rng, B, S, H).at[..., 0].set(1.0), weights(rng, SKEWED), normal(rng, B, S, H)
-    whole, aux, _ = jax.jit(partial(layer, how=None))(x, w, metas(), dy)
+    whole, aux, _ = on_one_device(x, w, metas(), dy, how=None)
     for exchange in (ExpertExchange("all_to_all", block_factor=0.5), ExpertExchange(rows_factor=0.5)):
         options = dict(tokens=("ep",), how=None, exchange=exchange)
         y, got, _ = on_mesh(dict(ep=4), AxisType.Auto, dict(ep_resource="ep"), x, w, dy, **options)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import moe_oracle as oracle
 import numpy as np
+from arrays import on_device
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -22,7 +23,7 @@ BLOCKS = ExpertExchange("all_to_all", block_factor=100.0)  # for all tokens
 
 
 def normal(rng, *shape):
-    return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+    return on_device(rng.standard_normal(shape), jnp.float32)
 
 
 def weights(rng, gate=None, h=H):
@@ -48,6 +49,10 @@ def layer(x, weights, metas, dy, *, how, exchange=DEFAULT, capacity_factor=None,
 
     y, vjp, aux = jax.vjp(run, x, weights, metas, has_aux=True)
     return y, aux, vjp(dy)
+
+
+# Tests of the same operands share its programs.
+on_one_device = jax.jit(layer, static_argnames=("how", "exchange", "capacity_factor", "topk"))
 
 
 def spec_of_weights(fsdp=None, tp=None):
