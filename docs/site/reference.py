@@ -122,7 +122,12 @@ PAGES = (
     Page(
         "ops-rope",
         "te_jax.ops.rope",
-        {"": ("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling", "PositionSections")},
+        {
+            "": (
+                *("rope", "LinearScaling", "NTKScaling", "Llama3Scaling", "YarnScaling"),
+                *("ProportionalScaling", "PositionSections"),
+            )
+        },
     ),
     Page("ops-ssm", "te_jax.ops.ssm", {"": ("causal_conv1d", "ssd")}),
     Page("ops-delta", "te_jax.ops.delta", {"": ("gated_delta",)}),

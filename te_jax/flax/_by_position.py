@@ -32,10 +32,10 @@ def temper(module: nn.Module, arrays: tuple[jax.Array, ...], positions, mask: An
     if module.attn_temperature is None:
         return arrays
     floor, slope = module.attn_temperature
-    query, key, value = split_joined(*arrays)
+    query, *others = arrays if module.kv_sharing == "take" else split_joined(*arrays)
     at = positions_of(module, positions, mask, inputs_q, inputs_kv, decode)[0]
     length = query.shape[0 if module.transpose_batch_sequence else 1]
     at = jnp.arange(length)[None] if at is None else jnp.broadcast_to(at, (at.shape[0] if at.ndim > 1 else 1, length))
     factor = 1 + slope * jnp.log1p(jnp.floor((at.astype(jnp.float32) + 1) / floor))
     factor = jnp.expand_dims(factor.T if module.transpose_batch_sequence else factor, (2, 3))
-    return (query.astype(jnp.float32) * factor).astype(query.dtype), key, value
+    return (query.astype(jnp.float32) * factor).astype(query.dtype), *others

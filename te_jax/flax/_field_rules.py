@@ -86,7 +86,7 @@ _LATENT_WIDTHS = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_hea
 _NOT_LATENT = (
     "num_gqa_groups kv_channels fuse_qkv_params scale_attn_logits scaled_query_init rotary_pos_emb_dim qk_norm_type "
     "rotary_pos_emb_sections enable_relative_embedding self_attn_bias_type attn_logit_softcap attn_logit_scale "
-    "attention_chunk_size attn_temperature attn_output_gate v_norm_eps keys_as_values"
+    "attention_chunk_size attn_temperature attn_output_gate v_norm_eps keys_as_values kv_sharing"
 ).split()
 
 
@@ -138,6 +138,26 @@ def qk_norm_fields_fit(module) -> str | None:
         return f"{name} is {getattr(module, name)!r}, but qk_norm_type is None; pass 'rmsnorm', or leave {name} out"
 
 
+def taken_keys_are_finished(module) -> str | None:
+    """`kv_sharing="take"` goes without `keys_as_values` and `v_norm_eps`, which are of the layer that gives keys and
+    values; `kv_sharing` is for encoders with self-attention, and without relative embedding."""
+    if module.kv_sharing is None:
+        return None
+    said = f"kv_sharing is {module.kv_sharing!r}"
+    for name in ("keys_as_values", "v_norm_eps") if module.kv_sharing == "take" else ():
+        if getattr(module, name):
+            return f"{said}, but {name} is {getattr(module, name)}, of the layer that gives them; leave one of them out"
+    if is_decoder(module):
+        return f'{said}, but layer_type is "decoder"; use "encoder" (with self_attn_mask_type "causal")'
+    for name in ("ssm", "delta"):
+        if getattr(module, name, None) is not None:
+            return f"{said}, but {name} is given, which has no keys; leave one of them out"
+    if getattr(module, "sublayers", "both") == "mlp":
+        return f"{said}, but sublayers is 'mlp', which has no attention; leave one of them out"
+    if hasattr(module, "relative_embedding") and has_relative_embedding(module):
+        return f"{said}, but relative embedding is on; leave one of them out"
+
+
 def cross_fields_need_a_decoder(module) -> str | None:
     """`cross_window_size`, `cross_rotary_pos_emb` and `cross_drop_path` are only for a decoder; else a warning."""
     for name in ("cross_window_size", "cross_rotary_pos_emb", "cross_drop_path"):
@@ -164,6 +184,13 @@ def experts_take_the_place_of_the_mlp(module) -> str | None:
     ):
         if module.moe is not None and value:
             return f"{name} is {value}, which experts have not; leave it out, or moe"
+
+
+def experts_have_an_mlp_next_to_them(module) -> str | None:
+    """`mlp_next_to_experts` needs `moe` and `post_norms`."""
+    for name, value in (("moe", module.moe), ("post_norms", module.post_norms)):
+        if module.mlp_next_to_experts and not value:
+            return f"mlp_next_to_experts is True, but {name} is {value}; set both, or neither"
 
 
 def norms_in_front_are_there(module) -> str | None:

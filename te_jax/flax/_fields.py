@@ -35,6 +35,7 @@ from te_jax.core.check import (
 )
 from te_jax.flax import _refused
 from te_jax.flax._calls import KnownArguments
+from te_jax.flax._keys import KEYS_VALUES_OF_CALL
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.layers.experts.devices import EXCHANGE
@@ -86,7 +87,7 @@ _WIDTHS = Kind(
 _TWO_INTS = integer() | tuple_of(integer())
 _PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
 _SCALING = Kind(
-    "None, LinearScaling, NTKScaling, Llama3Scaling or YarnScaling of te_jax.ops.rope",
+    "None, LinearScaling, NTKScaling, Llama3Scaling, YarnScaling or ProportionalScaling of te_jax.ops.rope",
     lambda value: value is None or isinstance(value, Scaling),
 )
 _SECTIONS = Kind(
@@ -128,7 +129,7 @@ FIELDS: dict[str, Kind] = {
     **_each(EXCHANGE, "exchange"),
     **_each(integer(0), "num_shared_experts"),
     **_each(integer(2), "num_buckets"),
-    **_each(NONE | _POSITIVE, "num_gqa_groups kv_channels norm_groups attention_chunk_size"),
+    **_each(NONE | _POSITIVE, "layer_input_size num_gqa_groups kv_channels norm_groups attention_chunk_size"),
     **_each(NONE | _POSITIVE, "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim"),
     **_each(_TWO_INTS, "axis"),
     # numbers
@@ -160,7 +161,8 @@ FIELDS: dict[str, Kind] = {
     **_each(BOOL, "qk_norm_across_heads mlp_layernorm router_bias weights_before_experts shared_expert_gate"),
     **_each(BOOL, "parallel_attention_mlp parallel_shared_layernorm context_parallel_causal_load_balanced post_norms"),
     **_each(BOOL, "use_pre_softmax per_sequence_loss use_expert_bias use_conv_bias norm_before_gate"),
-    **_each(BOOL, "allow_neg_eigval attn_output_gate latent_rotary keys_as_values"),
+    **_each(BOOL, "allow_neg_eigval attn_output_gate latent_rotary keys_as_values layer_scalar"),
+    **_each(BOOL, "router_norm expert_scales mlp_next_to_experts"),
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
@@ -174,6 +176,7 @@ FIELDS: dict[str, Kind] = {
     **_each(one_of(*SCORE_FUNCTIONS), "score_function"),
     **_each(one_of(*LORA_SCOPES), "low_rank_adaptation_scope"),
     **_each(_LAYER_TYPE, "layer_type"),
+    **_each(NONE | one_of("give", "take"), "kv_sharing"),
     **_each(STRING, "dropout_rng_name intermediate_dropout_rng_name ffn1_ckpt_name ffn2_ckpt_name"),
     **_each(NONE | STRING, "context_checkpoint_name quantization_checkpoint_name context_parallel_axis"),
     # FP8
@@ -221,6 +224,7 @@ CALL: dict[str, Kind] = {
     **_each(_POSITIVE, "q_seqlen k_seqlen"),
     **_each(BOOL | ARRAY, "residual"),
     **_each(_MASK, "mask attention_mask encoder_decoder_mask"),
+    **_each(KEYS_VALUES_OF_CALL, "keys_values"),
     **_each(NONE | FLOATS_ARRAY, "bias"),
     **_each(Kind("an array [..., H]", lambda x: True, lambda x: getattr(x, "ndim", 1) > 0), "inputs x"),
     **_refused.CALL,

@@ -40,6 +40,7 @@ from te_jax.sharding.logical_axes import gathered_axes
 _COUNTS_OF_HEADS = "ssm_num_heads", "linear_num_value_heads", "num_attention_heads"  # fields that devices must divide
 QKV, QUERY_KV, QUERY_KEY_VALUE = ("qkv",), ("query", "kv"), ("query", "key", "value")
 QUERY_KEY = ("query", "key")  # whose keys are values too
+QUERY = ("query",)  # keys and values are another module's
 _GATE = "gate"  # the projection of attn_output_gate
 
 
@@ -47,7 +48,8 @@ class Projected(NamedTuple):
     """What the projections make of the inputs.
 
     arrays: by heads, as attention reads them: (qkv [b, s, 3, h, d],), or (query [b, s, h, d], kv [b, t, 2, g, d]), or
-        (query, key [b, t, g, d], value [b, t, g, d]); with transpose_batch_sequence [s, b, ...].
+        (query, key [b, t, g, d], value [b, t, g, d]), or (query,) for keys and values of another module; with
+        transpose_batch_sequence [s, b, ...].
     normed: the norm's output [b, s, H], or None.
     through: the inputs for the residual connection, whose gradient the norm's kernel adds; or None.
     gate: of attention's result, [b, s, h, d] or, with transpose_batch_sequence, [s, b, h, d]; None: it has none.
@@ -68,6 +70,7 @@ def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
     fusable = module.fuse_qkv_params and groups_of(module) == module.num_attention_heads and not module.keys_as_values
     fused = QKV if self_attention and fusable else QUERY_KV
     due = QUERY_KEY if module.keys_as_values else fused if module.fuse_qkv_params else QUERY_KEY_VALUE
+    due = QUERY if module.kv_sharing == "take" else due
     held = tuple(name for name in ("qkv", *QUERY_KEY_VALUE, "kv") if module.has_variable("params", name))
     if module.is_initializing() or not held:
         return due
@@ -84,6 +87,7 @@ def projection_names(module: nn.Module, inputs_q, inputs_kv) -> tuple[str, ...]:
     raise ValueError(
         f"{describe(module)}: the parameters hold {held}, but {kind} with "
         f"fuse_qkv_params={module.fuse_qkv_params}, keys_as_values={module.keys_as_values}, "
+        f"kv_sharing={module.kv_sharing!r}, "
         f"num_attention_heads={module.num_attention_heads}, num_gqa_groups={groups_of(module)} reads {due}. "
         "Pass inputs_kv=None for self-attention, or the fields that the parameters were made with."
     )

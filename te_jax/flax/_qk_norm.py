@@ -18,8 +18,10 @@ def normalize_heads(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[j
     they are where that is None."""
     if module.qk_norm_type is None:
         return arrays
-    query, key, value = split_joined(*arrays)
     each = _normalize_across_heads if module.qk_norm_across_heads else _normalize_over_channels
+    if module.kv_sharing == "take":
+        return (each(module, "q_norm", *arrays),)
+    query, key, value = split_joined(*arrays)
     return each(module, "q_norm", query), each(module, "k_norm", key), value
 
 

@@ -32,7 +32,8 @@ def rotate(module: nn.Module, arrays, positions, mask, inputs_q, inputs_kv, deco
     )
     batch_first = (lambda x: jnp.swapaxes(x, 0, 1)) if module.transpose_batch_sequence else (lambda x: x)
     at = positions_of(module, positions, mask, inputs_q, inputs_kv, decode)
-    turns = zip(arrays, at, _TURNED[len(arrays)])
+    of_query = len(arrays) == 1 and arrays[0].ndim == 4  # keys are another module's
+    turns = zip(arrays, at, (None,) if of_query else _TURNED[len(arrays)])
     turned = [batch_first(turn(batch_first(x), where, turned=count)) for x, where, count in turns]
     return *turned, *arrays[len(turned) :]
 

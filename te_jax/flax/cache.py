@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec
 from te_jax.core.types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._context import Context
+from te_jax.flax._keys import Slots
 from te_jax.flax._state import describe
 from te_jax.ops.attention import Mask, SequenceDescriptor
 from te_jax.ops.attention.mask import Band, warn_of_lengths
@@ -22,95 +23,29 @@ COLLECTION = "cache"
 KEYS_VALUES = ("cached_key", "cached_value")
 
 
-class KVCache:
-    """The cache of one self-attention of g heads of width d, during one call with s tokens for each of b rows.
+class CachedKeys:
+    """Keys and values in the slots of a cache, as one self-attention reads them during one call: its own, or those that
+    another one hands on."""
 
-    The module's scope has these variables, for rows of at most T tokens:
-
-    cached_key, cached_value: [b, T, g, d], or [T, b, g, d] with transpose_batch_sequence, in the activations' dtype.
-        Slot j holds a row's token j: a token's slot is its position, whatever padding came before it.
-    cache_index:   i32[], the tokens that every row was given, padding included.
-    cache_padding: i32[b], how many of the tokens were padding. The next token's position is cache_index -
-        cache_padding.
-
-    Neither padding is written, nor a token at position T or later, nor a token of a row whose index is negative. The
-    results for such tokens are NaN (`spoil_lost`), but for padding.
-    """
-
+    slots: Slots
     positions: jax.Array  # i32[b, s], the positions of the call's tokens
     fresh: bool  # whether this call makes the cache: then there are no keys but its own
 
-    def __init__(
-        self,
-        module: nn.Module,
-        inputs: jax.Array,
-        mask: Any,
-        max_decode_length: int | None,
-        names: tuple[str, ...] = KEYS_VALUES,
-    ) -> None:
-        """inputs: [b, s, H] ([s, b, H] with transpose_batch_sequence). mask: the mask that the call got; a
-        `SequenceDescriptor` says the lengths of the rows. names: of the variables of keys and values.
-
-        Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
-        batch size than its own, for descriptors of segments, and for tokens in the order of balanced causal attention.
-        """
-        if module.context_parallel_causal_load_balanced and Context.of(module) is not None:
-            raise ValueError(
-                f"{describe(module)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
-                "tokens in the order of the sequence: decode with a module that has it False."
-            )
-        self._module, self._batch, self._names = module, 1 if module.transpose_batch_sequence else 0, names
-        b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
-        check_mutable(module)
-        self.fresh = module.is_initializing() or not module.has_variable(COLLECTION, names[0])
-        self._size = self._capacity(max_decode_length)
-        self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
-        self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
-
-        self._counts = lengths_of(module, mask, b, self._s)
-        token, counts = jnp.arange(self._s)[None], self._s if self._counts is None else self._counts[:, None]
-        start = (self._index.value - self._padding.value)[:, None]
-        self.positions = start + token
-        self._real = jnp.broadcast_to(token < counts, self.positions.shape)
-        self._fits = self._real & (start >= 0) & (self.positions < self._size)
-        self._written = jnp.arange(self._size)[None] < start + counts  # [b, T], after this call
-
-    def extend(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
-        """Writes the keys and values of the call, which lie in `Projected.arrays`, and returns what attention reads.
-
-        That is (query, keys, values) with the T slots of each row, values 0 where none is written; or `arrays`, where
-        this call makes the cache. In `init` the cache stays empty. Raises ValueError for a cache of another shape,
-        TypeError for one of another dtype.
-        """
-        query, key, value = split_joined(*arrays)
-        axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
-        cached_key = self._variable(self._names[0], key, axes, key.dtype)
-        cached_value = self._variable(self._names[1], value, axes, value.dtype)
-        if self._module.is_initializing():
-            return arrays
-        # An index of its own for each token that is not written, so that indices are unique.
-        slots = jnp.where(self._fits, self.positions, self._size + jnp.arange(self._s)[None])
-        cached_key.value = self._write(cached_key.value, key, slots)
-        cached_value.value = self._write(cached_value.value, value, slots)
-        self._index.value = self._index.value + self._s
-        if self._counts is not None:
-            self._padding.value = self._padding.value + (self._s - self._counts)
-        if self.fresh:
-            return arrays
-        # A probability of 0 does not hide a NaN that an empty slot may hold.
-        written = jnp.expand_dims(self._written.T if self._batch else self._written, (2, 3))
-        return query, cached_key.value, jnp.where(written, cached_value.value, 0)
+    def __init__(self, module: nn.Module, slots: Slots) -> None:
+        self._module, self._batch = module, 1 if module.transpose_batch_sequence else 0
+        self.slots, self.positions, self.fresh = slots, slots.positions, slots.fresh
+        self._s, self._size = slots.positions.shape[1], slots.written.shape[1]
 
     def descriptor(self) -> SequenceDescriptor | None:
         """The slots that each token may see, as far as the cache knows; None: all slots."""
         if self.fresh:
-            return None if self._counts is None else SequenceDescriptor.from_seqlens(self._counts)
+            return None if self.slots.counts is None else SequenceDescriptor.from_seqlens(self.slots.counts)
         if self._ends_together:
-            queries = jnp.sum(self._fits, 1, dtype=jnp.int32)
+            queries = jnp.sum(self.slots.fits, 1, dtype=jnp.int32)
             return SequenceDescriptor.from_seqlens((queries, jnp.clip(self.positions[:, 0] + queries, 0, self._size)))
-        slots = jnp.broadcast_to(jnp.arange(self._size), self._written.shape)
+        slots = jnp.broadcast_to(jnp.arange(self._size), self.slots.written.shape)
         part = lambda at: 1 if self._chunk is None else at // self._chunk + 1
-        ids = jnp.where(self._fits, part(self.positions), 0), jnp.where(self._written, part(slots), 0)
+        ids = jnp.where(self.slots.fits, part(self.positions), 0), jnp.where(self.slots.written, part(slots), 0)
         return SequenceDescriptor.from_segment_ids_and_pos(ids, (self.positions, slots))
 
     def fields(self) -> dict[str, Any]:
@@ -150,9 +85,87 @@ class KVCache:
         """context [b, s, ...], NaN at tokens for which the cache has no slot."""
         if self.fresh:
             return context  # the tokens were counted at trace time
-        lost = self._real & ~self._fits
+        lost = self.slots.real & ~self.slots.fits
         lost = jnp.expand_dims(lost.T if self._batch else lost, tuple(range(2, context.ndim)))
         return jnp.where(lost, jnp.nan, context)
+
+
+class KVCache(CachedKeys):
+    """The cache of one self-attention of g heads of width d, during one call with s tokens for each of b rows.
+
+    The module's scope has these variables, for rows of at most T tokens:
+
+    cached_key, cached_value: [b, T, g, d], or [T, b, g, d] with transpose_batch_sequence, in the activations' dtype.
+        Slot j holds a row's token j: a token's slot is its position, whatever padding came before it.
+    cache_index:   i32[], the tokens that every row was given, padding included.
+    cache_padding: i32[b], how many of the tokens were padding. The next token's position is cache_index -
+        cache_padding.
+
+    Neither padding is written, nor a token at position T or later, nor a token of a row whose index is negative. The
+    results for such tokens are NaN (`spoil_lost`), but for padding.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        inputs: jax.Array,
+        mask: Any,
+        max_decode_length: int | None,
+        names: tuple[str, ...] = KEYS_VALUES,
+    ) -> None:
+        """inputs: [b, s, H] ([s, b, H] with transpose_batch_sequence). mask: the mask that the call got; a
+        `SequenceDescriptor` says the lengths of the rows. names: of the variables of keys and values.
+
+        Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
+        batch size than its own, for descriptors of segments, and for tokens in the order of balanced causal attention.
+        """
+        if module.context_parallel_causal_load_balanced and Context.of(module) is not None:
+            raise ValueError(
+                f"{describe(module)}: context_parallel_causal_load_balanced is True, but decode=True; a cache holds "
+                "tokens in the order of the sequence: decode with a module that has it False."
+            )
+        self._module, self._batch, self._names = module, 1 if module.transpose_batch_sequence else 0, names
+        b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
+        check_mutable(module)
+        self.fresh: bool = module.is_initializing() or not module.has_variable(COLLECTION, names[0])
+        self._size = self._capacity(max_decode_length)
+        self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
+        self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
+
+        counts = lengths_of(module, mask, b, self._s)
+        token, due = jnp.arange(self._s)[None], self._s if counts is None else counts[:, None]
+        start = (self._index.value - self._padding.value)[:, None]
+        positions = start + token
+        real = jnp.broadcast_to(token < due, positions.shape)
+        fits = real & (start >= 0) & (positions < self._size)
+        written = jnp.arange(self._size)[None] < start + due  # [b, T], after this call
+        super().__init__(module, Slots(positions, real, fits, written, counts, self.fresh))
+
+    def extend(self, arrays: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+        """Writes the keys and values of the call, which lie in `Projected.arrays`, and returns what attention reads.
+
+        That is (query, keys, values) with the T slots of each row, values 0 where none is written; or `arrays`, where
+        this call makes the cache. In `init` the cache stays empty. Raises ValueError for a cache of another shape,
+        TypeError for one of another dtype.
+        """
+        query, key, value = split_joined(*arrays)
+        axes = tuple(None if axis == 1 - self._batch else axis for axis in range(4))
+        cached_key = self._variable(self._names[0], key, axes, key.dtype)
+        cached_value = self._variable(self._names[1], value, axes, value.dtype)
+        if self._module.is_initializing():
+            return arrays
+        # An index of its own for each token that is not written, so that indices are unique.
+        slots = jnp.where(self.slots.fits, self.positions, self._size + jnp.arange(self._s)[None])
+        cached_key.value = self._write(cached_key.value, key, slots)
+        cached_value.value = self._write(cached_value.value, value, slots)
+        self._index.value = self._index.value + self._s
+        if self.slots.counts is not None:
+            self._padding.value = self._padding.value + (self._s - self.slots.counts)
+        if self.fresh:
+            return arrays
+        # A probability of 0 does not hide a NaN that an empty slot may hold.
+        written = jnp.expand_dims(self.slots.written.T if self._batch else self.slots.written, (2, 3))
+        return query, cached_key.value, jnp.where(written, cached_value.value, 0)
 
     def _capacity(self, asked: int | None) -> int:
         """T: the slots of the cache that is there, else max_decode_length, or in `init` the length of the inputs."""

@@ -11,15 +11,23 @@ from te_jax.flax import _refused
 from te_jax.flax._by_position import by_chunks, temper
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._context import Context
-from te_jax.flax._field_rules import groups_divide_heads, logits_have_one_scale, qk_norm_fields_fit, rotary_fields_fit
-from te_jax.flax._fields import Module, check_call, shared_fields, warn_unused
+from te_jax.flax._field_rules import (
+    groups_divide_heads,
+    logits_have_one_scale,
+    qk_norm_fields_fit,
+    rotary_fields_fit,
+    taken_keys_are_finished,
+)
+from te_jax.flax._fields import Module, check_call, groups_of, shared_fields, warn_unused
+from te_jax.flax._keys import KeysValues
 from te_jax.flax._projections import QKV, gate_output, project, project_output, projection_names
 from te_jax.flax._qk_norm import normalize_heads, normalize_values
 from te_jax.flax._rotary import rotate
 from te_jax.flax._state import describe
 from te_jax.flax.attention import DotProductAttention, mask_of_rows
-from te_jax.flax.cache import KVCache
+from te_jax.flax.cache import CachedKeys, KVCache
 from te_jax.ops.attention import SequenceDescriptor
+from te_jax.ops.attention.reference import split_joined
 from te_jax.ops.rope import PositionSections, Scaling
 from te_jax.sharding.constraints import repeat_groups
 
@@ -38,7 +46,7 @@ class MultiHeadAttention(Module):
     enable_rotary_pos_emb, rotary_pos_emb_windows, rotary_pos_emb_group_method: see `te_jax.ops.rope`.
     rotary_pos_emb_dim:    how many of a head's channels, the first ones, RoPE turns, an even int; None is all of them.
     rotary_pos_emb_scaling: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling` of `te_jax.ops.rope`, for
-                           longer contexts.
+                           longer contexts; or its `ProportionalScaling`, by which some pairs turn.
     rotary_pos_emb_sections: `PositionSections` of `te_jax.ops.rope`: tokens may have several positions, as in
                            Qwen2-VL, whose text has one.
     low_rank_adaptation_scope: none, all, qkv_proj, output_proj, mlp, exclude_qkv_proj, exclude_output_proj,
@@ -70,6 +78,9 @@ class MultiHeadAttention(Module):
     v_norm_eps:            values are divided by the root of their mean square over the d channels of each head plus
                            this, as in Gemma 3n and 4; without parameters. None: no norm.
     keys_as_values:        one projection gives keys and values, before norms and RoPE, as in layers of Gemma 4.
+    kv_sharing:            "give": a third result is the keys and values, behind norms and RoPE, for the argument
+                           keys_values of a later self-attention with "take", which has only queries of its own, as in
+                           the last layers of Gemma 3n and 4; when decoding it has no cache, and reads the other's.
     Other fields, attn_logit_softcap among them, are as in `DotProductAttention`. score_mod and score_mod_bprop are not
     in this version; num_heads, dropout_rate, output_layernorm, apply_residual_connection_post_layernorm and fuse_qkv
     are older names: the error says the newer name.
@@ -77,8 +88,9 @@ class MultiHeadAttention(Module):
     Parameters, where H and Hk are the widths of inputs_q and inputs_kv:
     `qkv/{scale, ln_bias}` [H], `qkv/kernel` [H, 3, h*d]; or
     `query/{scale, ln_bias}` [H], `query/kernel` [H, h*d], `kv/kernel` [Hk, 2, g*d]; or
-    `query/...`, `key/kernel`, `value/kernel` [Hk, g*d], the last not with keys_as_values; and always `out/kernel`
-    [h*d, H]. With attn_output_gate `gate/kernel` [H, h*d], which low-rank adaptation counts to the qkv projections.
+    `query/...`, `key/kernel`, `value/kernel` [Hk, g*d], the last not with keys_as_values; with kv_sharing="take" only
+    `query/...`; and always `out/kernel` [h*d, H]. With attn_output_gate `gate/kernel` [H, h*d], which low-rank
+    adaptation counts to the qkv projections.
     With use_bias each has a `bias` of the kernel's shape without its first axis.
     With qk_norm_type `q_norm/{scale, ln_bias}` and `k_norm/{scale, ln_bias}` [d], across heads [h*d] and [g*d].
     """
@@ -139,10 +151,17 @@ class MultiHeadAttention(Module):
     v_norm_eps: float | None = None
     keys_as_values: bool = False
     rotary_pos_emb_sections: PositionSections | None = None
+    kv_sharing: str | None = None
 
     if not TYPE_CHECKING:  # as `Module` says
         own_kinds = _refused.OLDER
-        rules = (groups_divide_heads, rotary_fields_fit, qk_norm_fields_fit, logits_have_one_scale)
+        rules = (
+            groups_divide_heads,
+            rotary_fields_fit,
+            qk_norm_fields_fit,
+            logits_have_one_scale,
+            taken_keys_are_finished,
+        )
 
     @nn.compact
     def __call__(
@@ -160,8 +179,10 @@ class MultiHeadAttention(Module):
         residual: bool = False,
         norm_output: bool = True,
         max_decode_length: int | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]:
-        """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None).
+        keys_values: KeysValues | None = None,
+    ) -> tuple[Any, ...]:
+        """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None), and with
+        kv_sharing="give" the keys and values.
 
         With transpose_batch_sequence these arrays are [s, b, ...].
 
@@ -188,6 +209,7 @@ class MultiHeadAttention(Module):
             no slots, and no later call needs to know of it. To take n tokens back, subtract n from `cache_index`.
             Tokens past the last slot get NaN; more than T tokens in one call are refused.
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
+        keys_values: with kv_sharing="take": what a module with "give" returned, of the same tokens. `init` needs none.
 
         Raises ValueError for parameters or a cache of another configuration, naming both, and for decode=True without
         a cache or in cross-attention; TypeError for a cache of another dtype.
@@ -199,11 +221,16 @@ class MultiHeadAttention(Module):
         inputs_kv = None if self_attention else input_of(self, "inputs_kv", inputs_kv)
         inputs_q = input_of(self, "inputs_q", inputs_q)
         mask = mask_of_rows(self, mask, inputs_q.shape[1 if self.transpose_batch_sequence else 0])
+        taken = taken_keys(self, keys_values, inputs_q, inputs_kv, decode)
         names = projection_names(self, inputs_q, inputs_kv)
         inputs = inputs_q, None if names == QKV else inputs_kv
         if decode and inputs[1] is not None:
             raise ValueError(f"{describe(self)}: decode=True is for self-attention; leave inputs_kv or decode out.")
-        cache = KVCache(self, inputs_q, mask, max_decode_length) if decode else None
+        cache: CachedKeys | None = None
+        if taken is not None:
+            cache = None if taken.slots is None else CachedKeys(self, taken.slots)
+        elif decode:
+            cache = KVCache(self, inputs_q, mask, max_decode_length)
         arrays, normed, through, gate = project(self, names, *inputs, norm_output, residual)
         arrays = normalize_values(self, arrays)
         arrays = normalize_heads(self, arrays) if self.qk_norm_before_rope else arrays
@@ -217,15 +244,72 @@ class MultiHeadAttention(Module):
             positions = cache.positions if cache and positions is None else positions
         elif positions is not None:
             raise ValueError(f"{describe(self)}: positions are for RoPE; set enable_rotary_pos_emb, or leave them out.")
-        where = positions, mask, *inputs, decode
-        arrays = rotate(self, arrays, *where) if self.enable_rotary_pos_emb else arrays
-        arrays = arrays if self.qk_norm_before_rope else normalize_heads(self, arrays)
-        arrays = temper(self, arrays, *where)
-        arrays = cache.extend(arrays) if cache else arrays
+        arrays = by_place(self, arrays, positions, mask, *inputs, decode)
+        if taken is not None:
+            arrays = *arrays, taken.key, taken.value
+        elif isinstance(cache, KVCache):
+            arrays = cache.extend(arrays)
         scale = self.attn_logit_scale if self.scale_attn_logits else 1.0
         context = attend_heads(self, arrays, mask, bias, deterministic, cache, scale_factor=scale)
         context = context if gate is None else gate_output(context, gate)
-        return project_output(self, context, inputs_q, through), normed
+        out = project_output(self, context, inputs_q, through), normed
+        if self.kv_sharing != "give":
+            return out
+        return *out, KeysValues(*split_joined(*arrays)[1:], cache.slots if cache else None)
+
+
+def by_place(module: nn.Module, arrays: tuple[jax.Array, ...], *where: Any) -> tuple[jax.Array, ...]:
+    """`Projected.arrays` with RoPE, norms behind it, and the temperature of queries. where: as of `rotate`."""
+    arrays = rotate(module, arrays, *where) if module.enable_rotary_pos_emb else arrays
+    arrays = arrays if module.qk_norm_before_rope else normalize_heads(module, arrays)
+    return temper(module, arrays, *where)
+
+
+def check_keys_values(module: nn.Module, keys_values: KeysValues | None) -> None:
+    """Raises TypeError for a `keys_values` that is none, ValueError for one that the module has no use for."""
+    check_call(module, keys_values=keys_values)
+    if keys_values is not None and module.kv_sharing != "take":
+        raise ValueError(
+            f"{describe(module)}: keys_values are given, but kv_sharing is {module.kv_sharing!r}; set it 'take', or "
+            "leave them out."
+        )
+
+
+def taken_keys(
+    module: nn.Module, keys_values: KeysValues | None, inputs_q: jax.Array, inputs_kv: jax.Array | None, decode: bool
+) -> KeysValues | None:
+    """`keys_values` of a module with kv_sharing="take", zeros in `init`; None for another module.
+
+    Raises as `check_keys_values`; ValueError where there are none, and for those of another call.
+    """
+    check_keys_values(module, keys_values)
+    if module.kv_sharing is not None and inputs_kv is not None:
+        raise ValueError(f"{describe(module)}: kv_sharing is for self-attention; leave inputs_kv or kv_sharing out.")
+    if module.kv_sharing != "take":
+        return None
+    batch = 1 if module.transpose_batch_sequence else 0
+    shape = [*inputs_q.shape[:2], groups_of(module), module.head_dim]
+    if keys_values is None and module.is_initializing():
+        zeros = jnp.zeros(shape, inputs_q.dtype)
+        return KeysValues(zeros, zeros, None)
+    if keys_values is None:
+        raise ValueError(
+            f"{describe(module)}: kv_sharing is 'take', but there are no keys_values; pass the last result of a layer "
+            "with kv_sharing='give'."
+        )
+    found = keys_values.key.shape
+    shape[1 - batch] = found[1 - batch] if decode or not found else shape[1 - batch]
+    if found != tuple(shape) or keys_values.value.shape != found:
+        raise ValueError(
+            f"{describe(module)}: keys_values have shapes {found} and {keys_values.value.shape}, but the fields and "
+            f"inputs of this call need {tuple(shape)}; pass those of a layer with as many heads, of the same width."
+        )
+    if (keys_values.slots is not None) != decode:
+        kind = "a call without decode" if decode else "a call with decode=True"
+        raise ValueError(
+            f"{describe(module)}: decode is {decode}, but keys_values are of {kind}; pass those of this one."
+        )
+    return keys_values
 
 
 def check_decode(module: nn.Module, decode: bool, max_decode_length: int | None) -> None:
@@ -241,7 +325,7 @@ def attend_heads(
     mask: Any,
     bias: jax.Array | None,
     deterministic: bool,
-    cache: KVCache | None,
+    cache: CachedKeys | None,
     **own: Any,
 ) -> jax.Array:
     """DotProductAttention of (q, k, v), (q, kv) or (qkv,), with the fields of `module` and `own` -> [b, s, h, e].

@@ -24,6 +24,7 @@ from te_jax.flax.dense import DenseGeneral, norm_options
 from te_jax.flax.kernels import expert_operand
 from te_jax.flax.mlp import LayerNormMLP
 from te_jax.flax.norm import norm_parameters
+from te_jax.layers import layernorm
 from te_jax.layers.experts.block import MoEOptions, moe
 from te_jax.layers.experts.devices import ExpertExchange
 from te_jax.layers.norm_mlp import split_residual
@@ -129,13 +130,17 @@ class MoEBlock(Module):
                        makes H of their sum, as in Nemotron 3. The router and shared experts read all H. None: L is H.
     shared_expert_gate: a sigmoid for each token multiplies what shared experts give, as in Qwen 2.
     router_bias:       logits of the router have a bias.
+    router_norm:       the router reads the inputs in front of the norm, over the root of their mean square plus
+                       epsilon, times `router_scale` / sqrt(H), as in Gemma 4.
+    expert_scales:     a parameter for each expert multiplies what it gives, as in Gemma 4.
     weights_before_experts: an expert gets the token times its weight, instead of the result; for one expert of a
                        token, as in Llama 4.
     enable_layernorm:  a norm in front, as in `LayerNormMLP`, and the fields of it.
     gate_axes, kernel_axes_1, kernel_axes_2, bias_axes_1, bias_axes_2: logical axes of the parameters.
     ffn1_ckpt_name, ffn2_ckpt_name: names of the activation's input and of the result for `jax.checkpoint` policies.
 
-    Parameters: `gate_kernel` [H, E], `gate_bias` [E] with router_bias, `shared_gate_kernel` [H, 1] with
+    Parameters: `gate_kernel` [H, E], `gate_bias` [E] with router_bias, `router_scale` [H] with router_norm,
+    `expert_scale` [E] with expert_scales, `shared_gate_kernel` [H, 1] with
     shared_expert_gate; `wi_0` and, of gated activations, `wi_1` [E, H, F]; `wo` [E, F, H]; with use_bias `wi_0_bias`,
     `wi_1_bias` [E, F] and `wo_bias` [E, H]; `scale`, `ln_bias` [H] with enable_layernorm. With latent_size, wi, wo and
     wo_bias have L for H, and there are `latent_down/kernel` [H, L] and `latent_up/kernel` [L, H]. FP8 state: `*_0_*`
@@ -188,6 +193,8 @@ class MoEBlock(Module):
     weights_before_experts: bool = False
     shared_expert_gate: bool = False
     latent_size: int | None = None
+    router_norm: bool = False
+    expert_scales: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
         rules = (
@@ -215,7 +222,7 @@ class MoEBlock(Module):
         check_input_axes(self, inputs.ndim, "layernorm_input_axes")
         inputs = constrain(inputs, self.layernorm_input_axes)
         norm, gate, wi, wo = self._parameters(inputs.shape[-1])
-        h, of_norm = inputs, {}
+        h, of_norm, read = inputs, {}, self._router_input(inputs)
         if norm is not None and (self.num_shared_experts or self.latent_size):
             of_op = dict(kind=norm_type(self.layernorm_type), zero_centered=self.zero_centered_gamma, eps=self.epsilon)
             h, through = norm_and_input(inputs, *norm, **of_op, name=describe(self))
@@ -223,9 +230,10 @@ class MoEBlock(Module):
         elif norm is not None:
             of_norm = dict(gamma=norm[0], beta=norm[1], **norm_options(self))
         if self.latent_size is None:
-            y, aux = self._experts(h, gate, wi, wo, residual=residual, **of_norm)
+            y, aux = self._experts(h, gate, wi, wo, residual=residual, router_input=read, **of_norm)
         else:
-            y, aux = self._experts(self._latent("latent_down", self.latent_size)(h), gate, wi, wo, router_input=h)
+            read = h if read is None else read
+            y, aux = self._experts(self._latent("latent_down", self.latent_size)(h), gate, wi, wo, router_input=read)
             own, added = split_residual(residual)
             y = self._latent("latent_up", h.shape[-1])(y, residual=inputs if own else added)
         self._sow(aux, deterministic)
@@ -238,6 +246,15 @@ class MoEBlock(Module):
         of_call = self.capacity_factor, self.per_sequence_loss, self.exchange, self.weights_before_experts
         return MoEOptions(router_of(self), self.activations, params, *of_call)
 
+    def _router_input(self, inputs):
+        """What the router reads with router_norm, else None."""
+        if not self.router_norm:
+            return None
+        width = inputs.shape[-1]
+        scale = parameter(self, "router_scale", nn.initializers.ones, self.gate_axes[:1], (width,))
+        of_norm = dict(norm="rmsnorm", epsilon=self.epsilon, name=f"{describe(self)} router_norm")
+        return layernorm(inputs, scale.astype(jnp.float32) * width**-0.5, **of_norm)
+
     def _latent(self, name: str, features: int) -> DenseGeneral:
         """A projection to or from the channels that experts compute with."""
         axes = self.gate_axes if name == "latent_down" else self.gate_axes[::-1]
@@ -248,6 +265,8 @@ class MoEBlock(Module):
         """gate: the kernel and the bias of the router."""
         check_current_mesh_resource()
         metas = expert_metas(self, self.num_experts)
+        of_scale = nn.initializers.ones, self.gate_axes[1:], (self.num_experts,)
+        scale = parameter(self, "expert_scale", *of_scale) if self.expert_scales else None
         names = tuple(f"wi_{i}" for i in range(len(wi[0])))
         wi_kernel = expert_operand(self, names, wi[0], metas and metas[0])
         wo_kernel = expert_operand(self, ("wo",), wo[0], metas and metas[1])
@@ -258,6 +277,7 @@ class MoEBlock(Module):
             gate_bias=gate[1],
             options=self._options(),
             expert_bias=self._bias(),
+            expert_scale=scale,
             recipe=recipe_of(self),
             metas=metas,
             checkpoint=self.quantization_checkpoint_name,

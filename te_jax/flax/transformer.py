@@ -7,16 +7,11 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import (
-    Dropout,
-    Initializer,
-    floating,
-    in_compute_dtype,
-    residual_axes,
-)
+from te_jax.flax._common import Dropout, Initializer, floating, in_compute_dtype, parameter, residual_axes
 from te_jax.flax._field_rules import (
     activations_take_their_params,
     cross_fields_need_a_decoder,
+    experts_have_an_mlp_next_to_them,
     experts_take_the_place_of_the_mlp,
     groups_divide_heads,
     head_width_is_known,
@@ -27,6 +22,7 @@ from te_jax.flax._field_rules import (
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
+    taken_keys_are_finished,
 )
 from te_jax.flax._fields import (
     Module,
@@ -37,12 +33,14 @@ from te_jax.flax._fields import (
     is_decoder,
     shared_fields,
 )
+from te_jax.flax._keys import KeysValues
+from te_jax.flax._layer_input import add_layer_input, check_layer_input
 from te_jax.flax._mixers import mixers_stand_alone
 from te_jax.flax._state import describe
 from te_jax.flax.cache import extent
 from te_jax.flax.gated_delta import GatedDeltaNet
 from te_jax.flax.mamba import Mamba2
-from te_jax.flax.mha import MultiHeadAttention
+from te_jax.flax.mha import MultiHeadAttention, check_keys_values
 from te_jax.flax.mla import MultiHeadLatentAttention
 from te_jax.flax.mlp import LayerNormMLP, mlp_of_layer
 from te_jax.flax.moe import MoEBlock
@@ -50,11 +48,7 @@ from te_jax.flax.norm import LayerNorm, whole_norm
 from te_jax.flax.relpos import RelativePositionBiases
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import PositionSections, Scaling
-from te_jax.sharding import (
-    W_FSDP_AXES,
-    W_NO_SHARD_AXES,
-    W_TP_AXES,
-)
+from te_jax.sharding import W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
 
@@ -101,23 +95,32 @@ class TransformerLayer(Module):
                         it.
     qk_norm_*, attn_output_gate: as in `MultiHeadAttention`, for both attentions.
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
+    layer_input_size:   P: behind the MLP the layer adds norm(out(act(gate(x)) * layer_input)) to x, where the argument
+                        layer_input has P channels and act is the first activation of the MLP: per-layer embeddings, as
+                        in Gemma 3n and 4. The projections have no biases.
+    mlp_next_to_experts: the MLP stays next to moe; each has a norm of what it gives, too, as in Gemma 4.
+    kv_sharing:         "give": the result is (x, keys and values), "take": the layer attends to the argument
+                        keys_values, as in `MultiHeadAttention`. Encoders only.
     attention_chunk_size, attn_temperature: as in `MultiHeadAttention`, for self-attention.
     post_norms:         a norm of what each sub-block gives, before dropout and residual, in addition to the norm before
                         it, as in Gemma 2 (https://arxiv.org/abs/2408.00118).
     input_layernorm, mlp_layernorm: the norms in front of attention or Mamba2, and in front of the MLP or experts. In
                         OLMo 2 (https://arxiv.org/abs/2501.00656) both are False, and post_norms are True.
     residual_multiplier: multiplies what each sub-block gives, before dropout and residual, as in Granite.
+    layer_scalar:       the last that the layer does is to multiply by a parameter, as in Gemma 4.
     kv_lora_rank, q_lora_rank, qk_nope_head_dim, qk_rope_head_dim, v_head_dim, mscale, latent_*: with kv_lora_rank
                         self-attention is `MultiHeadLatentAttention`, which has RoPE as latent_rotary says, whatever
                         enable_rotary_pos_emb does. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 84.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 88.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as
     `LayerNormMLP`, or `moe` as `MoEBlock`; `relpos_bias/rel_embedding` or `relative_embedding/...`; `output_layernorm`;
     with post_norms `post_attention_norm` (or `post_self_attention_norm` and `post_encoder_decoder_attention_norm`) and
-    `post_mlp_norm`. All parameters are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
+    `post_mlp_norm`; with layer_scalar `scalar` [1]; with layer_input_size `layer_input_gate/kernel` [H, P],
+    `layer_input_out/kernel` [P, H] and `post_layer_input_norm`; with mlp_next_to_experts `post_dense_norm` and
+    `post_experts_norm`. All parameters are in boxes with logical axes, so `nn.scan` and `nn.vmap` over layers want
     metadata_params={nn.PARTITION_NAME: None}, or a name for the axis of layers.
     """
 
@@ -206,6 +209,10 @@ class TransformerLayer(Module):
     v_norm_eps: float | None = None
     keys_as_values: bool = False
     rotary_pos_emb_sections: PositionSections | None = None
+    layer_scalar: bool = False
+    kv_sharing: str | None = None
+    layer_input_size: int | None = None
+    mlp_next_to_experts: bool = False
 
     any_width = False  # a subclass may set it: inputs of any width, and hidden_size gives only the width of a head
     if not TYPE_CHECKING:  # as `Module` says
@@ -220,9 +227,11 @@ class TransformerLayer(Module):
             cross_fields_need_a_decoder,
             activations_take_their_params,
             experts_take_the_place_of_the_mlp,
+            experts_have_an_mlp_next_to_them,
             relative_embedding_is_a_bias,
             parallel_layers_are_encoders,
             norms_in_front_are_there,
+            taken_keys_are_finished,
         )
 
     @nn.compact
@@ -239,8 +248,11 @@ class TransformerLayer(Module):
         score_mod_bprop_tensors: Any = None,
         *,
         positions: jax.Array | None = None,
-    ) -> jax.Array:
-        """inputs [b, s, H] ([s, b, H] if transpose_batch_sequence) -> the same shape and dtype.
+        keys_values: KeysValues | None = None,
+        layer_input: jax.Array | None = None,
+    ) -> Any:
+        """inputs [b, s, H] ([s, b, H] if transpose_batch_sequence) -> the same shape and dtype; with kv_sharing="give"
+        (it, keys and values).
 
         encoded: the encoder's output [b, t, He], for a decoder.
         attention_mask, encoder_decoder_mask: a `SequenceDescriptor`, or an array broadcastable to
@@ -251,6 +263,8 @@ class TransformerLayer(Module):
         max_decode_length: T, the slots of a cache that this call makes; without decode it has no use.
         positions: [b, s] or [s] for RoPE in self-attention, or [n, b, s] with rotary_pos_emb_sections; other mixers
             have no use for them.
+        keys_values: with kv_sharing="take": the second result of a layer with "give", in the same call of the model.
+        layer_input: [b, s, P], with layer_input_size.
 
         Raises what `MultiHeadAttention` raises; ValueError for arguments that the layer type has no use for, for fields
         that contradict parallel_attention_mlp, and for parameters that the fields leave without use: `relpos_bias`
@@ -259,42 +273,58 @@ class TransformerLayer(Module):
         decoder = is_decoder(self)
         check_call(self, deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
         check_call(self, score_mod_tensors=score_mod_tensors, score_mod_bprop_tensors=score_mod_bprop_tensors)
+        check_keys_values(self, keys_values)
         inputs = floating(self, "inputs", inputs)
         self._check(inputs, encoded, encoder_decoder_mask, decoder)
         check_call(self, attention_mask=attention_mask, encoder_decoder_mask=encoder_decoder_mask)
         name = "self_attention" if decoder else "attention"
         inputs = self._residual_layout(in_compute_dtype(self, inputs))
+        layer_input = check_layer_input(self, layer_input, inputs)
         dropped = max(self.hidden_dropout, self.drop_path, self._cross_drop_path) > 0 and not deterministic
         apart = self.apply_residual_connection_post_layernorm or self.post_norms or self.residual_multiplier != 1.0
         in_kernels = not (dropped or apart)
         call = dict(decode=decode, residual=in_kernels, norm_output=False, max_decode_length=max_decode_length)
+        given: list[KeysValues] = []
         if self.sublayers == "mlp":
-            return self._close(inputs, deterministic, in_kernels)
+            return self._close(inputs, deterministic, in_kernels, layer_input)
         if (mixer := self._mixer()) is not None:
             name = mixer.name
             x, normed = mixer(inputs, attention_mask, **call)
         else:
             bias = self._relative_bias(inputs, not decoder, name if decode else None, max_decode_length)
             call |= dict(deterministic=deterministic, positions=positions)
-            x, normed = self._attention(name, cross=False)(inputs, None, attention_mask, bias, **call)
+            call |= {} if keys_values is None else dict(keys_values=keys_values)
+            x, normed, *given = self._attention(name, cross=False)(inputs, None, attention_mask, bias, **call)
         if self.parallel_attention_mlp:  # the MLP's second GEMM adds what attention gave
             source = normed if self.parallel_shared_layernorm else inputs
             x, _ = self._feed_forward(source, deterministic, x)
-            return self._add(x, inputs, None, deterministic, in_kernels)
+            x = self._end(self._add(x, inputs, None, deterministic, in_kernels), layer_input)
+            return (x, *given) if given else x
         x = self._add(self._post_norm(name, x), inputs, normed, deterministic, in_kernels)
         if decoder:
             name = "encoder_decoder_attention"
             cross = self._attention(name, cross=True, padded=encoder_decoder_mask is not None)
             y, normed = cross(x, encoded, encoder_decoder_mask, deterministic=deterministic, residual=in_kernels)
             x = self._add(self._post_norm(name, y), x, normed, deterministic, in_kernels, self._cross_drop_path)
-        return self._close(x, deterministic, in_kernels)
+        x = self._close(x, deterministic, in_kernels, layer_input)
+        return (x, *given) if given else x
 
-    def _close(self, x, deterministic: bool, in_kernels: bool):
-        """The MLP or the experts, where the layer has them, and the norm behind all."""
+    def _close(self, x, deterministic: bool, in_kernels: bool, layer_input):
+        """The MLP or the experts, where the layer has them, and what comes behind all."""
         if self.sublayers != "mixer":
             z, normed = self._feed_forward(x, deterministic, in_kernels)
             x = self._add(self._post_norm("mlp", z), x, normed, deterministic, in_kernels)
-        return self._norm("output_layernorm")(x) if self.output_layernorm else x
+        return self._end(x, layer_input)
+
+    def _end(self, x, layer_input):
+        """What the layer does behind attention and the MLP. layer_input: [b, s, P] or None."""
+        x = x if layer_input is None else self._residual_layout(add_layer_input(self, x, layer_input))
+        x = self._norm("output_layernorm")(x) if self.output_layernorm else x
+        if not self.layer_scalar:
+            return x
+        scalar = parameter(self, "scalar", nn.initializers.ones, (W_NO_SHARD_AXES,), (1,))
+        wide = jnp.promote_types(x.dtype, jnp.float32)  # The scalar's gradient is a sum over all elements.
+        return (x.astype(wide) * scalar.astype(wide)).astype(x.dtype)
 
     def _check(self, inputs, encoded, encoder_decoder_mask, decoder: bool):
         if inputs.ndim != 3 or not (self.any_width or inputs.shape[-1] == self.hidden_size):
@@ -429,7 +459,10 @@ class TransformerLayer(Module):
         """(MLP or experts of x, with the residual; the norm's output or None)."""
         if self.moe is None:
             return self._mlp()(x, deterministic=deterministic, residual=residual)
-        return self._moe()(x, deterministic, residual=residual), None
+        if not self.mlp_next_to_experts:
+            return self._moe()(x, deterministic, residual=residual), None
+        mlp, experts = self._mlp()(x, deterministic=deterministic)[0], self._moe()(x, deterministic)
+        return self._norm("post_dense_norm")(mlp) + self._norm("post_experts_norm")(experts), None
 
     def _post_norm(self, name: str, x):
         """x, the result of sub-block `name`, behind the norm that post_norms asks for."""

@@ -86,15 +86,18 @@ _EXPERTS_OF_MIXTRAL = "block_sparse_moe", ("w1", "w3", "w2")
 def attention_of_llama(c: ModelConfig, out_bias: bool | None = False) -> list[TensorRule]:
     """Embedding, head, last norm and attention, with the norms of queries and keys. out_bias: of the last projection,
     where the others have biases; None: it has one, too."""
-    fused, stack, ours, own = joins_qkv(c), "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
-    names = [f"{own}.{name}_proj" for name in "qkvo"]
+    stack, ours, own = "layers", f"{LAYER}/attention", "model.layers.{i}.self_attn"
+    taken, same = c.layer.get("kv_sharing") == "take", c.layer.get("keys_as_values")
+    fused = joins_qkv(c) and not (taken or same)
+    q, k, v, out = (f"{own}.{name}_proj" for name in "qkvo")
     made = tables(c, "model.embed_tokens.weight") + rules.norm_rules("final_norm", "model.norm", False)
     if c.layer.get("input_layernorm", True):
         first = f"{ours}/{'qkv' if fused else 'query'}"
         made += rules.norm_rules(first, "model.layers.{i}.input_layernorm", False, stack)
     bias = dict(bias=bool(c.layer.get("use_bias")), out_bias=out_bias)
-    made += rules.attention_rules(ours, *names, fused=fused, **bias, stack=stack)
-    for name in "qk" if c.layer.get("qk_norm_type") else "":
+    sources = q, None if taken else k, None if taken or same else v, out
+    made += rules.attention_rules(ours, *sources, fused=fused, **bias, stack=stack)
+    for name in ("q" if taken else "qk") if c.layer.get("qk_norm_type") else "":
         made += rules.norm_rules(f"{ours}/{name}_norm", f"{own}.{name}_norm", False, stack)
     return made
 

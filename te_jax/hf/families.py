@@ -4,6 +4,7 @@ from te_jax.hf.decoders import DECODERS
 from te_jax.hf.deepseek import DEEPSEEK_V3
 from te_jax.hf.encoders import ENCODERS
 from te_jax.hf.gemma import GEMMA3_TEXT
+from te_jax.hf.gemma4 import GEMMA4_TEXT
 from te_jax.hf.glm import GLM4_MOE
 from te_jax.hf.gpt import GPTS
 from te_jax.hf.gpt_oss import GPT_OSS
@@ -21,7 +22,7 @@ from te_jax.hf.siglip import SIGLIP_VISION
 from te_jax.hf.smollm import SMOLLM3
 from te_jax.hf.vit import VIT
 
-_LIKE_LLAMA = (*DECODERS, QWEN2_MOE, GEMMA3_TEXT, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE)
+_LIKE_LLAMA = (*DECODERS, QWEN2_MOE, GEMMA3_TEXT, GEMMA4_TEXT, SMOLLM3, PHI3, OLMO2, OLMO3, GRANITE)
 _TEXT_OF_IMAGES = (QWEN2_VL_TEXT, QWEN2_5_VL_TEXT, QWEN3_VL_TEXT)
 _OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, LLAMA4_TEXT, GRANITE_HYBRID, NEMOTRON_H)
 _WITH_DELTA_RULE = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, KIMI_LINEAR)

@@ -26,6 +26,7 @@ from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, only, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size
+from te_jax.models.patterns import pattern_of
 
 _GRANITE_TYPES = {"mamba": {}, "attention": {"ssm": None}}  # and the fields that a layer of it has of its own
 
@@ -92,7 +93,7 @@ _OF_GRANITE = words_of(
         null=_all_mamba,
         also=("layers_block_type",),
         to=("pattern",),
-        ours=lambda said: (families.pattern_of(said["layer_types"], _GRANITE_TYPES),),
+        ours=lambda said: (pattern_of(said["layer_types"], _GRANITE_TYPES),),
         theirs=lambda c: [_type_of(c.fields_of_layer(i)) for i in range(c.num_layers)],
     ),
     # Any other word than "rope" is none, as "nope" in published ones.

@@ -23,6 +23,7 @@ from te_jax.hf.rules import Recast, TensorRule
 from te_jax.hf.words import ABSENT, LAYERS, LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, only, stray, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Latents, Size
+from te_jax.models.patterns import pattern_of
 from te_jax.models.sizes import DeltaNet
 
 # -- types of layers --------------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ def _first_and_pattern(said: Said) -> tuple[Any, Any]:
     first = [*takewhile(lambda name: name[1] == "dense", names)]
     made = {name: _kimi_fields(said, name) for name in {*names}}
     rest = names[len(first) :]
-    return tuple(made[name] for name in first), families.pattern_of(rest, made) if rest else ()
+    return tuple(made[name] for name in first), pattern_of(rest, made) if rest else ()
 
 
 def _table_again(c: ModelConfig) -> Any:

@@ -6,7 +6,8 @@ from typing import Any
 from te_jax.core.check import NONE, Kind
 from te_jax.hf.rotary import ROPE_FIELDS, TYPES_BY_WINDOW, turning, type_by_window
 from te_jax.hf.words import LIST_OF_NAMES, SIZE, Said, Word
-from te_jax.models import ModelConfig, families
+from te_jax.models import ModelConfig
+from te_jax.models.patterns import pattern_of
 
 Fields = dict[str, Any]
 
@@ -34,7 +35,7 @@ WINDOW_OF_SOME = Word("sliding_window", NONE | SIZE, theirs=first_window)
 
 def pattern(names: Sequence[Hashable], fields: Callable[[Any], Fields]) -> tuple[Fields, ...]:
     """`ModelConfig.pattern` of layers of these names; () where none differs from `ModelConfig.layer`."""
-    made = families.pattern_of(names, {name: fields(name) for name in {*names}})
+    made = pattern_of(names, {name: fields(name) for name in {*names}})
     return tuple(map(dict, made)) if any(made) else ()
 
 

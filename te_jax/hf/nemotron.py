@@ -25,6 +25,7 @@ from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, LAYERS, LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, only, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size, StateSpace
+from te_jax.models.patterns import pattern_of
 
 # -- types of layers --------------------------------------------------------------------------------------------
 
@@ -67,7 +68,7 @@ def _pattern_again(c: ModelConfig) -> Any:
 
 
 def _pattern(said: Said) -> tuple[Any]:
-    return (families.pattern_of([_LETTERS[name] for name in said["layers_block_type"]], families.NEMOTRON_LAYERS),)
+    return (pattern_of([_LETTERS[name] for name in said["layers_block_type"]], families.NEMOTRON_LAYERS),)
 
 
 def _number_of_types(said: Said) -> int:

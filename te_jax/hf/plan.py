@@ -28,7 +28,14 @@ _COUNTED = 1000  # names that are missing; further ones are not looked for
 _CHEAP_SIZE, _CHEAP_COUNT = 2**20, 2**10  # what tracing, and naming tensors, takes little time and memory for
 # Sizes of a config that are dimensions of tensors, or factors of such.
 _SIZES_OF_MODELS = ("vocab_size", "hidden_size", "max_positions", "token_types", "patches", "image_channels")
-_SIZES_OF_LAYERS = ("num_attention_heads", "num_gqa_groups", "kv_channels", "mlp_hidden_size", *Latents._fields)
+_SIZES_OF_LAYERS = (
+    "num_attention_heads",
+    "num_gqa_groups",
+    "kv_channels",
+    "mlp_hidden_size",
+    "layer_input_size",
+    *Latents._fields,
+)
 
 
 def family_of(name: str) -> Family:

@@ -25,6 +25,7 @@ from te_jax.hf.rotary import pairs_turn, rotary
 from te_jax.hf.rules import Recast, TensorRule
 from te_jax.hf.words import LIST_OF_NAMES, SIZE, Check, Said, Word, stray
 from te_jax.models import ModelConfig, families
+from te_jax.models.patterns import pattern_of
 from te_jax.models.sizes import DeltaNet
 
 # -- words ------------------------------------------------------------------------------------------------------
@@ -63,7 +64,7 @@ _OF_HYBRIDS = (
         None,
         null=_each_fourth_attends,
         to=("pattern",),
-        ours=lambda said: (families.pattern_of(said["layer_types"], _QWEN_TYPES),),
+        ours=lambda said: (pattern_of(said["layer_types"], _QWEN_TYPES),),
         theirs=lambda c: [_type_of_qwen(c.fields_of_layer(i)) for i in range(c.num_layers)],
     ),
     *(_delta_word(name, default) for name, default in DeltaNet()._asdict().items()),

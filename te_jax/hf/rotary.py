@@ -8,7 +8,14 @@ from typing import Any
 from te_jax.core.check import BOOL, NONE, check, integer, number, one_of, show, tuple_of
 from te_jax.hf.words import ABSENT, TABLE, Said, Word, only, refuse
 from te_jax.models import ModelConfig
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, PositionSections, Scaling, YarnScaling
+from te_jax.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    PositionSections,
+    ProportionalScaling,
+    Scaling,
+    YarnScaling,
+)
 
 _THETA, _STRETCH, _PART = number(above=1), number(least=1), number(above=0, most=1)
 _LENGTH, _PART_OF_WIDTH = "original_max_position_embeddings", "partial_rotary_factor"
@@ -25,6 +32,7 @@ _YARN = {
 TYPES: dict[str, dict[str, tuple[Any, Any]]] = {
     "default": {},
     "linear": {"factor": (_STRETCH, ABSENT)},
+    "proportional": {"factor": (_STRETCH, 1.0), _PART_OF_WIDTH: (_PART, 1.0)},
     "llama3": {
         "factor": (_STRETCH, ABSENT),
         "low_freq_factor": (number(above=0), ABSENT),
@@ -46,8 +54,13 @@ TYPES: dict[str, dict[str, tuple[Any, Any]]] = {
         "truncate": (only(True), True),
     },
 }
-_SCALINGS: dict[str, type[Scaling]] = {"linear": LinearScaling, "llama3": Llama3Scaling, "yarn": YarnScaling}
-_OTHER_NAMES = {_LENGTH: "original_max_position"}  # words that fields have other names than
+_SCALINGS: dict[str, type[Scaling]] = {
+    "linear": LinearScaling,
+    "llama3": Llama3Scaling,
+    "yarn": YarnScaling,
+    "proportional": ProportionalScaling,
+}
+_OTHER_NAMES = {_LENGTH: "original_max_position", _PART_OF_WIDTH: "share"}  # words that fields have other names than
 ROPE_FIELDS = ("rotary_pos_emb_windows", "rotary_pos_emb_scaling")
 
 
@@ -84,10 +97,10 @@ class Rotary(Word):
         """The words of the dict `name`, and what stands outside. default: of the base."""
         found, inside = said.found, f"{where}: {name}"
         part = only(1.0, None) if self.part is None else _PART
-        for at, words in ((where, found), (inside, table)):
-            check(at, "rope_theta", words.get("rope_theta", default), _THETA)
-            check(at, _PART_OF_WIDTH, words.get(_PART_OF_WIDTH, 1.0), part)
         key = table.get("rope_type", table.get("type", "default"))
+        for at, words, may_be in ((where, found, part), (inside, table, _PART if key == "proportional" else part)):
+            check(at, "rope_theta", words.get("rope_theta", default), _THETA)
+            check(at, _PART_OF_WIDTH, words.get(_PART_OF_WIDTH, 1.0), may_be)
         if key == "mrope" and self.sections is not None and not self.sections.interleaved:
             key = "default"  # as transformers takes Qwen2-VL's
         names = {name.split()[0]: name for name in self.types}
@@ -158,6 +171,7 @@ class RotaryByType(Rotary):
     default: {type: the base where none is said}.
     outside: (type, the word outside of it that says the base, too).
     scaled:  the types that `rope_scaling` belongs to.
+    absent:  {type: its dict where config.json has none}.
     """
 
     outside: tuple[tuple[str, str], ...] = ()
@@ -168,7 +182,7 @@ class RotaryByType(Rotary):
         found = said.found
         for name in ("rope_parameters", "rope_scaling"):
             check(where, name, found.get(name), NONE | TABLE)
-        tables = found.get("rope_parameters") or {}
+        tables = found.get("rope_parameters") or self.absent or {}
         for key, value in tables.items():
             if key not in self.default:
                 refuse(where, f"rope_parameters[{key!r}]", value, f"te_jax reads a dict for each of {[*self.default]}")

@@ -120,8 +120,8 @@ def norm_rules(path: str, name: str, bias: bool, stack: Any = None) -> list[Tens
 def attention_rules(
     path: str,
     q: str,
-    k: str,
-    v: str,
+    k: str | None,
+    v: str | None,
     out: str,
     *,
     fused: bool,
@@ -129,10 +129,15 @@ def attention_rules(
     out_bias: bool | None = None,
     stack: Any = None,
 ) -> list[TensorRule]:
-    """The projections of a self-attention, of four torch Linears. fused: queries, keys and values are one parameter.
-    out_bias: None is as `bias`."""
-    made = []
-    for name, sources in ({"qkv": (q, k, v)} if fused else {"query": (q,), "kv": (k, v)}).items():
+    """The projections of a self-attention, of four torch Linears. k, v: None: keys are another layer's, or values, too.
+    fused: queries, keys and values are one parameter. out_bias: None is as `bias`."""
+    made: list[TensorRule] = []
+    parts: dict[str, tuple[str, ...]] = {"query": (q,)}
+    if k is not None and v is not None:
+        parts = {"qkv": (q, k, v)} if fused else {**parts, "kv": (k, v)}
+    elif k is not None:
+        parts["key"] = (k,)
+    for name, sources in parts.items():
         kernel, of_bias = (TURNED, SAME) if len(sources) == 1 else (JOINED, JOINED)
         made.append(TensorRule((f"{path}/{name}/kernel",), _with_end(sources, "weight"), kernel, stack))
         if bias:

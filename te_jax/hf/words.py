@@ -239,7 +239,8 @@ _OF_LAYERS = (
     *("attn_logit_softcap", "post_norms", "apply_residual_connection_post_layernorm", "output_layernorm"),
     *("parallel_attention_mlp", "parallel_shared_layernorm", "enable_rotary_pos_emb", "qk_norm_type"),
     *("attn_logit_scale", "residual_multiplier", "sublayers", "input_layernorm", "mlp_layernorm"),
-    *("attention_chunk_size", "attn_temperature", "v_norm_eps", "keys_as_values"),
+    *("attention_chunk_size", "attn_temperature", "v_norm_eps", "keys_as_values", "layer_scalar", "kv_sharing"),
+    "mlp_next_to_experts",
 )
 _OF_ROTARY = ("windows", "group_method", "dim", "scaling")
 _OF_LATENTS = (
@@ -250,7 +251,7 @@ _OF_QK_NORMS = ("qk_norm_eps", "qk_norm_before_rope", "qk_norm_across_heads")
 _OF_MOE = (
     *("num_experts", "capacity_factor", "use_expert_bias", "activations", "activation_params"),
     *("layernorm_type", "epsilon", "zero_centered_gamma", "router_bias", "weights_before_experts"),
-    *("shared_expert_gate", "latent_size"),
+    *("shared_expert_gate", "latent_size", "router_norm", "expert_scales"),
 )
 _OF_ROUTERS = ("topk", "score_function", "normalizes", "scores_first", "scaling_factor", "num_groups")
 _OF_SSM = (

@@ -3,6 +3,7 @@
 import jax
 from flax import linen as nn
 
+from te_jax.models.layer_inputs import layer_inputs
 from te_jax.models.stack import Model, rows_at
 from te_jax.ops.attention import SequenceDescriptor
 
@@ -12,8 +13,9 @@ class CausalLM(Model):
 
     Parameters: `embedding` [V, H]; `positions` [max_positions, H] where they are learned; `layers/TransformerLayer_0`
     with a leading axis of layers, or `layer_0/TransformerLayer_0`, ... (`Model.scan`); `final_norm`; `head` [V, H],
-    unless it is the embedding. The FP8 state of the loss belongs to `lm_head`, the path that a recipe's `exclude` keeps
-    out of FP8; `init` makes it where it gets labels.
+    unless it is the embedding; those of `layer_inputs`, where layers have the field layer_input_size. The FP8 state of
+    the loss belongs to `lm_head`, the path that a recipe's `exclude` keeps out of FP8; `init` makes it where it gets
+    labels.
 
     What layers with experts (the field `moe`) sow has a leading axis of layers too. Their losses are no part of what
     the model returns (`te_jax.flax.MoEBlock`):
@@ -58,6 +60,7 @@ class CausalLM(Model):
             raise ValueError("CausalLM: at is given together with labels; leave one of them out.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
         x = self._embed(embedding, tokens, positions, lengths=lengths)
+        own = layer_inputs(self, tokens, x)
         call = dict(deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
-        x = self._layers(x, c.fields_of_layer, lengths=lengths, positions=positions, **call)
+        x = self._layers(x, c.fields_of_layer, lengths=lengths, positions=positions, layer_inputs=own, **call)
         return self._head(x if at is None else rows_at(x, at), labels, embedding, reduction)

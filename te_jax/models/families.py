@@ -2,7 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -10,11 +10,13 @@ import jax
 
 from te_jax.core.check import did_you_mean
 from te_jax.models.config import ModelConfig
+from te_jax.models.patterns import pattern_of, share_keys
 from te_jax.models.sizes import SIZES as SIZES
+from te_jax.models.sizes import FullAttention as FullAttention
 from te_jax.models.sizes import Latents as Latents
 from te_jax.models.sizes import Size as Size
 from te_jax.models.sizes import StateSpace as StateSpace
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, PositionSections, YarnScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, PositionSections, ProportionalScaling, YarnScaling
 
 # "gelu" is the tanh form, which GPT-2 and T5 1.1 have. BERT and Falcon have the exact one. No kernel quantizes a
 # function of the user's as it computes: under FP8 it is plain JAX between the GEMMs.
@@ -311,6 +313,28 @@ def gemma3(size: Size, window: int = 512, scaling: LinearScaling | None = None) 
     return replace(config, family="gemma3_text", pattern=(near,) * 5 + (far,), embedding_scale=math.sqrt(size.hidden))
 
 
+def gemma4(size: Size) -> ModelConfig:
+    """Google 2026, https://ai.google.dev/gemma/docs/core/model_card_4. Norms before and behind sub-blocks, of queries,
+    keys and values; no scale of logits; layers end with a scalar. Each `size.every`-th layer sees all tokens, by wider
+    heads, of whose pairs a quarter turns, and maybe with values that are keys; others see the last `size.window`. Small
+    models have inputs of layers, and last layers that share keys and values of layers before them."""
+    norms = dict(post_norms=True, qk_norm_type="rmsnorm", qk_norm_before_rope=True, v_norm_eps=1e-6)
+    config = llama(size, epsilon=1e-6).with_layer(
+        mlp_activations=("gelu", "linear"), scale_attn_logits=False, layer_scalar=True, **norms
+    )
+    config = config.with_layer(layer_input_size=size.inputs) if size.inputs else config
+    of_experts = size.moe(intermediate_dim=size.expert_ffn, router_norm=True, expert_scales=True)
+    config = config.with_layer(mlp_next_to_experts=True, **of_experts) if size.experts else config
+    near = dict(window_size=(size.window - 1, 0), rotary_pos_emb_windows=(1, 10_000.0))
+    far = dict(rotary_pos_emb_windows=(1, 1_000_000.0), rotary_pos_emb_scaling=ProportionalScaling())
+    far |= size.full._asdict() if size.full else {}
+    wide = dict(mlp_hidden_size=2 * size.ffn) if size.wide else {}
+    sees_all = [(i + 1) % size.every == 0 for i in range(size.layers if size.sharing else size.every)]
+    first, pattern = share_keys(sees_all, size.sharing, {False: near, True: far}, wide)
+    others = dict(embedding_scale=math.sqrt(size.hidden), logit_softcap=30.0)
+    return replace(config, family="gemma4_text", first=first, pattern=pattern, **others)
+
+
 def deepseek_v3(size: Size) -> ModelConfig:
     """DeepSeek-AI 2024, https://arxiv.org/abs/2412.19437: multi-head latent attention, and experts that are chosen by
     sigmoids with a bias, in 4 of 8 groups, next to one that all tokens meet; the first layers have an MLP.
@@ -376,12 +400,6 @@ def falcon(size: Size) -> ModelConfig:
     return size.model(layer, family="falcon")
 
 
-def pattern_of(types: Sequence[Hashable], fields: Mapping[Any, Mapping[str, Any]]) -> tuple[Mapping[str, Any], ...]:
-    """`ModelConfig.pattern` of layers of these types: the shortest one. fields: of each type."""
-    period = next(n for n in range(1, len(types) + 1) if types[n:] == types[:-n])
-    return tuple(fields[name] for name in types[:period])
-
-
 def granite4(size: Size) -> ModelConfig:
     """IBM 2025, https://huggingface.co/ibm-granite/granite-4.0-h-tiny: Mamba-2, and attention without positions in the
     sixth of ten layers; each has an MLP or, next to one, experts; multipliers of embeddings, of what attention scores,
@@ -440,6 +458,7 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
     "deepseek-v3": deepseek_v3,
     "granite4": granite4,
     "gemma3": gemma3,
+    "gemma4": gemma4,
     "glm4.5": glm4_moe,
     "phi4": phi3,
     "llama4": llama4,

@@ -35,6 +35,14 @@ class DeltaNet(NamedTuple):
     linear_value_head_dim: int = 128
 
 
+class FullAttention(NamedTuple):
+    """What layers of Gemma 4 that see all tokens have of their own, as a layer names it."""
+
+    kv_channels: int = 512
+    num_gqa_groups: int | None = None
+    keys_as_values: bool = False
+
+
 @dataclass(frozen=True)
 class Size:
     """What differs between the models of a family."""
@@ -56,6 +64,13 @@ class Size:
     delta: DeltaNet | None = None
     shared: int = 0  # Granite 4, Nemotron-H, Qwen 2 and 3: so many experts are one MLP, which all tokens meet
     pattern: str = ""  # Nemotron-H: a letter of `NEMOTRON_LAYERS` for each layer
+    full: FullAttention | None = None
+    every: int = 6  # Gemma 4: each so many-th layer sees all tokens, the others `window`
+    window: int = 512
+    expert_ffn: int | None = None  # Gemma 4: of experts, next to an MLP of width ffn
+    sharing: int = 0  # Gemma 4: so many layers, the last ones, have the keys and values of others
+    wide: bool = False  # Gemma 4: these have MLPs of twice the width
+    inputs: int | None = None  # Gemma 4: the width of what each layer reads of a token for itself
     vocab: int = 32000
     tied: bool = True
 
@@ -91,6 +106,7 @@ _deepseek = functools.partial(Size, latents=Latents(), vocab=129280, tied=False)
 _t5_11 = functools.partial(_t5, gated=True, tied=False)
 _nemotron = functools.partial(Size, head_dim=128, vocab=131072, tied=False)
 _gpt_oss = functools.partial(Size, groups=8, head_dim=64, topk=4, vocab=201088, tied=False)
+_gemma4 = functools.partial(Size, head_dim=256, inputs=256, vocab=262144)
 
 SIZES = {
     "gpt2": _gpt2(768, 3072, 12, 12),
@@ -174,6 +190,22 @@ SIZES = {
         tied=False,
     ),
     "gemma3-1b": Size(1152, 6912, 4, 26, groups=1, head_dim=256, vocab=262144),
+    "gemma4-31b": Size(
+        *(5376, 21504, 32, 60), groups=16, head_dim=256, full=FullAttention(512, 4, True), window=1024, vocab=262144
+    ),
+    "gemma4-e2b": _gemma4(1536, 6144, 8, 35, groups=1, full=FullAttention(512, 1), every=5, sharing=20, wide=True),
+    "gemma4-e4b": _gemma4(2560, 10240, 8, 42, groups=2, full=FullAttention(512, 2), sharing=18),
+    "gemma4-26b-a4b": Size(
+        *(2816, 2112, 16, 30),
+        groups=8,
+        head_dim=256,
+        full=FullAttention(512, 2, True),
+        window=1024,
+        experts=128,
+        topk=8,
+        expert_ffn=704,
+        vocab=262144,
+    ),
     "nemotron-h-8b": _nemotron(
         *(4096, 21504, 32, 52),
         groups=8,

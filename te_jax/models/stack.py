@@ -30,12 +30,13 @@ _STACKED = (
     *("params", FP8_COLLECTION, KERNEL_COLLECTION, "cache", "wgrads", "_overwrite_with_gradient"),
     *(BIAS_COLLECTION, LOSSES, "intermediates"),
 )
-_TABLE_INIT = nn.initializers.normal(0.02)
+TABLE_INIT = nn.initializers.normal(0.02)
 _TABLE = dict(num_buckets=32, max_distance=128)  # T5's
 
 
 class Block(nn.Module):
-    """One transformer layer, in the shape that `nn.scan` wants: (carry, ...) -> (carry, None)."""
+    """One transformer layer, in the shape that `nn.scan` wants: (carry, ...) -> (carry, None), or the keys and values
+    that the layer gives. given: those of layers before it, by `_sharing_key`. layer_input: the layer's own."""
 
     fields: Mapping[str, Any]  # of the TransformerLayer
     deterministic: bool
@@ -51,7 +52,9 @@ class Block(nn.Module):
         encoded_mask: Any,
         positions: jax.Array | None,
         table: jax.Array | None,
-    ) -> tuple[jax.Array, None]:
+        given: Mapping[str, Any],
+        layer_input: jax.Array | None,
+    ) -> tuple[jax.Array, Any]:
         fields = dict(self.fields)
         if table is not None:
             fields["relative_embedding"] = _biases_of(table)
@@ -60,8 +63,10 @@ class Block(nn.Module):
         layer = te_flax.TransformerLayer(**fields)
         of_latents = layer.kv_lora_rank is not None
         turns = layer.latent_rotary if of_latents else layer.enable_rotary_pos_emb or layer.attn_temperature is not None
-        rotated = dict(positions=positions) if turns and not self.decode else {}
-        x = layer(
+        more = dict(positions=positions) if turns and not self.decode else {}
+        more |= {} if layer_input is None else dict(layer_input=layer_input)
+        more |= dict(keys_values=given[_sharing_key(fields)]) if layer.kv_sharing == "take" else {}
+        out = layer(
             x,
             encoded,
             mask,
@@ -69,9 +74,9 @@ class Block(nn.Module):
             deterministic=self.deterministic,
             decode=self.decode,
             max_decode_length=self.max_decode_length,
-            **rotated,
+            **more,
         )
-        return x, None
+        return out if layer.kv_sharing == "give" else (out, None)
 
 
 class Period(nn.Module):
@@ -83,8 +88,10 @@ class Period(nn.Module):
 
     @nn.compact
     def __call__(self, x: jax.Array, *args: Any) -> tuple[jax.Array, None]:
+        *args, inputs = args
         for index, fields in enumerate(self.fields):
-            x, _ = self.block(fields, **self.call, name=f"layer_{index}")(x, *args)
+            own = None if inputs is None else inputs[index]
+            x, _ = self.block(fields, **self.call, name=f"layer_{index}")(x, *args, own)
         return x, None
 
 
@@ -203,13 +210,13 @@ class Model(KnownArguments):
 
     def _table(self, name: str, rows: int, split_rows: bool = False) -> jax.Array:
         axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
-        return parameter(self, name, _TABLE_INIT, axes, (rows, self.config.hidden_size))
+        return parameter(self, name, TABLE_INIT, axes, (rows, self.config.hidden_size))
 
     def _embed(self, embedding, tokens, positions=None, token_types=None, lengths=None) -> jax.Array:
         """tokens int[b, s] -> [b, s, H] of `dtype`, NaN for a token, position or type that the tables lack. lengths: of
         the model; texts that share a row begin at 0 each."""
         c = self.config
-        x = _look_up_by_product(embedding, tokens) if self.embed_by_product else _look_up(embedding, tokens)
+        x = look_up(self, embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
         if c.max_positions is not None:
@@ -232,10 +239,20 @@ class Model(KnownArguments):
         return te_flax.LayerNorm(**self.config.norm_fields(), **self.dtypes, name=name)(x)
 
     def _layers(
-        self, x, fields, *, count=None, lengths=None, encoded=None, encoded_lengths=None, positions=None, **call
+        self,
+        x,
+        fields,
+        *,
+        count=None,
+        lengths=None,
+        encoded=None,
+        encoded_lengths=None,
+        positions=None,
+        layer_inputs=None,
+        **call,
     ):
-        """x [b, s, H] through the layers and the last norm. fields: index -> the fields of a TransformerLayer. call:
-        fields of `Block`."""
+        """x [b, s, H] through the layers and the last norm. fields: index -> the fields of a TransformerLayer.
+        layer_inputs: [layers, b, s, P], or None. call: fields of `Block`."""
         c, count = self.config, self.config.num_layers if count is None else count
         of = lambda index: {**fields(index), **self.dtypes}
         _check_order([of(index) for index in range(count)])
@@ -247,27 +264,33 @@ class Model(KnownArguments):
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
         args = (encoded, mask_of_lengths(lengths), mask_of_lengths(encoded_lengths), positions, table)
+        given: dict[str, Any] = {}
+        own = lambda index: None if layer_inputs is None else layer_inputs[index]
         places = [place_of_layer(c, index, count, self.scan) for index in range(count)]
         scanned = [index for index, place in enumerate(places) if place.index is not None]
+        _check_sharing([of(index) for index in range(count)], scanned)
         for index, place in enumerate(places):
             if place.index is None:
-                x, _ = self._block()(of(index), **call, name=f"layer_{index}")(x, *args)
+                x, kept = self._block()(of(index), **call, name=f"layer_{index}")(x, *args, given, own(index))
+                given = given if kept is None else {**given, _sharing_key(of(index)): kept}
             elif index == scanned[0]:
-                x = self._scan_layers([of(i) for i in scanned], call, x, args)
+                inputs = None if layer_inputs is None else layer_inputs[index : index + len(scanned)]
+                x = self._scan_layers([of(i) for i in scanned], call, x, (*args, given), inputs)
         return self._norm("final_norm", x) if c.final_norm else x
 
     def _block(self, in_loop: bool = False):
         # A loop of XLA's keeps the second computation apart by itself.
         return nn.remat(Block, prevent_cse=not in_loop, policy=self.remat_policy) if self.remat else Block
 
-    def _scan_layers(self, fields, call, x, args):
-        """x through a loop over layers of these fields, whole rounds of the pattern."""
+    def _scan_layers(self, fields, call, x, args, inputs):
+        """x through a loop over layers of these fields, whole rounds of the pattern. inputs: [layers, b, s, P], what
+        each has for itself, or None."""
         block, period = self._block(in_loop=True), len(self.config.pattern) or 1
         scan = functools.partial(
             nn.scan,
             variable_axes=dict.fromkeys(_STACKED, 0),
             split_rngs={"params": True, "dropout": True},
-            in_axes=nn.broadcast,
+            in_axes=(*[nn.broadcast] * len(args), 0),
             length=len(fields) // period,
             metadata_params={nn.PARTITION_NAME: None},
         )
@@ -275,7 +298,9 @@ class Model(KnownArguments):
             layers = scan(block)(fields[0], **call, name="layers")
         else:
             layers = scan(Period)(block, tuple(fields[:period]), call, name="layers")
-        return layers(x, *args)[0]
+        if inputs is not None and period > 1:
+            inputs = inputs.reshape(-1, period, *inputs.shape[1:])
+        return layers(x, *args, inputs)[0]
 
     def _head(self, x, labels, embedding, reduction: str, bias=None):
         """Logits f32 of hidden states x [..., H], or the loss of labels. bias: [V], of the logits."""
@@ -287,6 +312,30 @@ class Model(KnownArguments):
             kernel = jnp.concatenate([gather_whole(kernel), gather_whole(bias)[:, None].astype(kernel.dtype)], -1)
         head = te_flax.LMHead(c.vocab_size, logit_softcap=c.logit_softcap, **self.dtypes, name="lm_head")
         return head(x, labels, kernel=kernel, reduction=reduction)
+
+
+def _sharing_key(fields: Mapping[str, Any]) -> str:
+    """What layers that share keys and values have in common: what they see."""
+    return str(fields.get("window_size"))
+
+
+def _check_sharing(layers, scanned):
+    """Raises ValueError for a layer that takes keys and values which no layer before it gives, and for one that gives
+    them out of a loop over layers."""
+    given = set()
+    for index, fields in enumerate(layers):
+        window, sharing = fields.get("window_size"), fields.get("kv_sharing")
+        if sharing == "give" and index in scanned:
+            raise ValueError(
+                f"te_jax.models: layer {index} has kv_sharing='give', but is one of a loop over layers; put it into "
+                "ModelConfig.first, or pass scan=False."
+            )
+        if sharing == "take" and _sharing_key(fields) not in given:
+            raise ValueError(
+                f"te_jax.models: layer {index} has kv_sharing='take' and window_size={window}, but no layer before it "
+                "has 'give' and this window; set that one's field, or leave this one's out."
+            )
+        given |= {_sharing_key(fields)} if sharing == "give" else set()
 
 
 def _check_order(layers):
@@ -317,6 +366,11 @@ def _look_up(table, indices):
     spec = explicit_spec(jax.typeof(indices))
     sharding = PartitionSpec(*(spec or [None] * indices.ndim), None)
     return gather_whole(table).at[indices].get(mode="fill", out_sharding=sharding)
+
+
+def look_up(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
+    """The rows of table [n, H] of the tokens, NaN for one that has none."""
+    return (_look_up_by_product if model.embed_by_product else _look_up)(table, tokens)
 
 
 def _look_up_by_product(table, indices):

@@ -256,6 +256,8 @@ class MoEBlock(Layer):
         weights_before_experts: bool = False,
         shared_expert_gate: bool = False,
         latent_size: int | None = None,
+        router_norm: bool = False,
+        expert_scales: bool = False,
         *,
         rngs: nnx.Rngs,
     ) -> None: ...
@@ -400,6 +402,7 @@ class MultiHeadAttention(Layer):
         v_norm_eps: float | None = None,
         keys_as_values: bool = False,
         rotary_pos_emb_sections: PositionSections | None = None,
+        kv_sharing: str | None = None,
         *,
         kv_features: int | None = None,
         rngs: nnx.Rngs,
@@ -419,8 +422,9 @@ class MultiHeadAttention(Layer):
         residual: bool = False,
         norm_output: bool = True,
         max_decode_length: int | None = None,
+        keys_values: Any = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> tuple[jax.Array, jax.Array | None]: ...
+    ) -> tuple[Any, ...]: ...
 
 class MultiHeadLatentAttention(Layer):
     def __init__(
@@ -684,6 +688,10 @@ class TransformerLayer(Layer):
         v_norm_eps: float | None = None,
         keys_as_values: bool = False,
         rotary_pos_emb_sections: PositionSections | None = None,
+        layer_scalar: bool = False,
+        kv_sharing: str | None = None,
+        layer_input_size: int | None = None,
+        mlp_next_to_experts: bool = False,
         *,
         encoded_features: int | None = None,
         rngs: nnx.Rngs,
@@ -701,8 +709,10 @@ class TransformerLayer(Layer):
         score_mod_bprop_tensors: Any = None,
         *,
         positions: jax.Array | None = None,
+        keys_values: Any = None,
+        layer_input: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> jax.Array: ...
+    ) -> Any: ...
 
 class DiTBlock(Layer):
     def __init__(

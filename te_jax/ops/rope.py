@@ -181,6 +181,25 @@ class PositionSections(KnownFields):
         return np.where(pair < n * np.asarray(self.sizes)[pair % n], pair % n, 0)
 
 
+@dataclass(frozen=True)
+class ProportionalScaling(Scaling):
+    """The RoPE of layers of Gemma 4 that see all tokens: only the first `share` of a head's pairs turn, the fastest
+    ones, by frequencies / factor; the others stand. Unlike with `rotary_dim`, pairs and frequencies are those of the
+    whole width."""
+
+    factor: float = 1.0
+    share: float = 0.25
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.share > 1:
+            raise ValueError(f"ProportionalScaling: share is {self.share}; pass the part of the pairs, at most 1.")
+
+    def scale_frequencies(self, inv_freq: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        turn = np.arange(inv_freq.size) < int(self.share * 2 * inv_freq.size // 2)
+        return np.where(turn, inv_freq / self.factor, 0)
+
+
 def _inverse_frequencies(windows, rotary_dim: int, scaling: Scaling | None) -> np.ndarray:
     """f32[r/2], radians per position. The powers are f64: an f32 power's error would turn far positions wrong."""
     w0, w1 = map(float, windows)
@@ -250,7 +269,8 @@ def rope(
     turned:       given, x is [b, s, n, h, d], as a joined projection gives queries, keys and values: the first
                   `turned` of its n slots are turned, the others copied
     rotary_dim:   r, even: the first r channels of a head are turned, the others copied; None is d
-    scaling:      of the frequencies: `LinearScaling`, `NTKScaling`, `Llama3Scaling` or `YarnScaling`; None: as trained
+    scaling:      of the frequencies: `LinearScaling`, `NTKScaling`, `Llama3Scaling`, `YarnScaling` or
+                  `ProportionalScaling`; None: as trained
     sections:     which pairs turn by which of the n positions. By one position, as of text, they all turn alike. By n,
                   x is read and written n times.
 
@@ -337,8 +357,8 @@ def check_rotary(caller: str, d: int, dim: Any, scaling: Any, sections: Any = No
         raise ValueError(f"{caller}: {dim_name} is {dim!r}; pass None or an even int of 2 to {d}, a head's width.")
     if scaling is not None and not isinstance(scaling, Scaling):
         raise TypeError(
-            f"{caller}: {scaling_name} is {scaling!r}; pass None, LinearScaling, NTKScaling, Llama3Scaling or "
-            "YarnScaling of te_jax.ops.rope."
+            f"{caller}: {scaling_name} is {scaling!r}; pass None, LinearScaling, NTKScaling, Llama3Scaling, "
+            "YarnScaling or ProportionalScaling of te_jax.ops.rope."
         )
     if isinstance(scaling, NTKScaling | YarnScaling) and (dim or d) == 2:
         raise ValueError(

@@ -28,7 +28,7 @@ FAMILIES = (
     *("llama", "mistral", "qwen2", "qwen3", "mixtral", "qwen3_moe", "gemma2", "deepseek_v3"),
     *("gpt2", "falcon", "bert", "t5", "granitemoehybrid", "nemotron_h", "smollm3", "granite"),
     *("phi3", "glm4_moe", "gemma3_text", "olmo2", "olmo3", "gpt_oss", "modernbert", "llama4_text", "qwen2_moe"),
-    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear"),
+    *("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", "kimi_linear", "gemma4_text"),
     *("siglip_vision_model", "vit", "qwen2_vl_text", "qwen2_5_vl_text", "qwen3_vl_text"),
 )
 NAMES = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", dict: "dict", list: "list"}
@@ -83,6 +83,7 @@ def both_of(cls, name: str, other: str) -> list[str]:
 def family(name: str, base: dict) -> dict:
     cls = hf.CONFIG_MAPPING[name]
     words, made = words_of(cls, base), cls()
+    made.allow_global_per_layer_attribute_access = True  # of Gemma 4, whose layers differ
     now = {word: getattr(made, word) for word in words} | {w: v for w, v in made.to_dict().items() if w not in base}
     derived = {word: value for word, value in now.items() if word not in words or value != words[word][1]}
     derived = {word: value for word, value in derived.items() if isinstance(value, int | str) and word in DERIVED}
@@ -93,7 +94,8 @@ def family(name: str, base: dict) -> dict:
     ropes = getattr(made, "rope_parameters", None) or {}
     by_type = {of: table["rope_theta"] for of, table in ropes.items() if isinstance(table, dict)}
     theta = (by_type or cls.default_theta) if "rope_parameters" in words else None
-    stretched = dict(rope=ropes) if ropes.get("rope_type", "default") != "default" else {}
+    tables = ropes.values() if by_type else [ropes]
+    stretched = dict(rope=ropes) if any(each.get("rope_type", "default") != "default" for each in tables) else {}
     return dict(words=words, derived=derived, theta=theta, both=both) | stretched
 
 

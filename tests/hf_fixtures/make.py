@@ -67,6 +67,10 @@ _DEEPSEEK = dict(
         original_max_position_embeddings=16,
     ),
 )
+_ROPES = dict(
+    sliding_attention=dict(rope_type="default", rope_theta=100.0),
+    full_attention=dict(rope_type="proportional", rope_theta=1000.0, partial_rotary_factor=0.5),
+)
 _MULTIPLIERS = dict(embedding_multiplier=1.5, residual_multiplier=0.6, attention_multiplier=0.3, logits_scaling=0.7)
 _GRANITE = dict(
     num_hidden_layers=3,
@@ -245,6 +249,37 @@ MODELS = {
             | dict(rope_scaling=dict(rope_type="linear", factor=2.0))
         )
     ),
+    # Layers that see all tokens have wider heads, fewer of keys, which are values, too, and turn half of the pairs.
+    "gemma4": lambda: hf.Gemma4ForCausalLM(
+        hf.Gemma4TextConfig(
+            **_LLAMA
+            | dict(num_hidden_layers=4, head_dim=12, global_head_dim=16, num_global_key_value_heads=1)
+            | dict(attention_k_eq_v=True, sliding_window=5, pad_token_id=None, hidden_size_per_layer_input=0)
+            | dict(attn_implementation="eager", final_logit_softcapping=30.0, rope_parameters=_ROPES)
+            | dict(layer_types=["sliding_attention", "full_attention"] * 2)
+        )
+    ),
+    # Experts next to an MLP.
+    "gemma4-a4b": lambda: hf.Gemma4ForCausalLM(
+        hf.Gemma4TextConfig(
+            **_LLAMA
+            | dict(num_hidden_layers=4, head_dim=8, global_head_dim=8, sliding_window=5, intermediate_size=20)
+            | dict(enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=16)
+            | dict(attn_implementation="eager", rope_parameters=_ROPES, hidden_size_per_layer_input=0)
+            | dict(layer_types=["sliding_attention", "full_attention"] * 2, pad_token_id=None)
+        )
+    ),
+    # Inputs of layers; the last layers have the keys and values of layers before them, and wider MLPs.
+    "gemma4-e2b": lambda: hf.Gemma4ForCausalLM(
+        hf.Gemma4TextConfig(
+            **_LLAMA
+            | dict(num_hidden_layers=4, head_dim=12, global_head_dim=16, num_kv_shared_layers=2, sliding_window=5)
+            | dict(use_double_wide_mlp=True, pad_token_id=None)
+            | dict(hidden_size_per_layer_input=8, vocab_size_per_layer_input=VOCAB)
+            | dict(attn_implementation="eager", rope_parameters=_ROPES, intermediate_size=24)
+            | dict(layer_types=["sliding_attention", "full_attention"] * 2)
+        )
+    ),
     # Of a vocabulary that two devices can share.
     "gpt-oss": lambda: hf.GptOssForCausalLM(
         hf.GptOssConfig(
@@ -368,6 +403,8 @@ def randomize(model):
     for name, p in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             p.data = torch.randn(p.shape, generator=drawn) * 0.1
+        if name.endswith("layer_scalar"):
+            p.data = 1 + torch.randn(p.shape, generator=drawn) * 0.3
 
 
 def texts(rows: int, length: int, seed: int):

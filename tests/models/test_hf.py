@@ -260,6 +260,22 @@ def test_layers_of_qwen3_next_that_predict_more(tmp_path):
         hf.load(folder)
 
 
+def test_keys_of_layers_that_share_them(tmp_path):
+    """Published files of Gemma 4 have some, which transformers reads past: they are not written."""
+    folder = shutil.copytree(FIXTURES / "gemma4-e2b", tmp_path / "more")
+    want, name = tensors(folder), "model.layers.3.self_attn.k_proj.weight"
+    save_file(load_file(folder / files.ONE) | {name: np.ones((32, 32), np.float32)}, folder / files.ONE)
+    model, variables = hf.load(folder)
+    jax.tree.map(np.testing.assert_array_equal, variables, loaded("gemma4-e2b")[1])
+    hf.save(tmp_path / "again", model, variables)
+    assert tensors(tmp_path / "again").keys() == want.keys()
+    save_file(load_file(folder / files.ONE) | {name.replace("3", "4"): np.ones(3, np.float32)}, folder / files.ONE)
+    with pytest.raises(
+        ValueError, match="has tensors that are none of a gemma4_text of its config.json: model.layers.4"
+    ):
+        hf.load(folder)
+
+
 ROPE = dict(rope_type="yarn", factor=8.0, mscale=1.0, mscale_all_dim=1.0, original_max_position_embeddings=16)
 OF_DEEPSEEK = {
     "mscale is 0.707; te_jax reads mscale_all_dim, 1.0": dict(rope_parameters=ROPE | dict(mscale=0.707)),

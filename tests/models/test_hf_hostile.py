@@ -306,6 +306,7 @@ UNREAD = {
     "falcon-7b": {"num_kv_heads"},
     "granite4": {"intermediate_size", "num_experts_per_tok"},  # without experts
     "kimi-linear": {"head_dim", "qk_head_dim"},
+    **dict.fromkeys(("gemma4", "gemma4-a4b"), {"vocab_size_per_layer_input"}),
     "qwen2-moe": {"intermediate_size"},
     "qwen3-moe": {"intermediate_size"},
     **dict.fromkeys(("qwen3-next", "qwen3.5-moe"), {"intermediate_size"}),

@@ -93,6 +93,10 @@ COUNTS = {  # of the parameters of transformers' models of these sizes
     "olmo3-7b": 7_298_011_136,
     "granite3-2b": 2_533_539_840,
     "gemma3-1b": 999_885_952,
+    "gemma4-31b": 30_697_345_340,
+    "gemma4-26b-a4b": 25_233_141_790,
+    "gemma4-e2b": 4_628_569_379,
+    "gemma4-e4b": 7_463_013_418,
     "gpt-oss-20b": 20_914_757_184,
     "gpt-oss-120b": 116_829_156_672,
     "glm4.5-air": 106_852_245_504,
@@ -124,8 +128,22 @@ def test_published_sizes(name):
 
 NEW = (
     *("smollm3", "granite3", "phi3", "phi4", "gemma3", "glm4.5", "olmo2", "olmo3", "gpt-oss", "llama4", "qwen2-moe"),
-    *("qwen3-next", "qwen3.5", "kimi-linear", "qwen2-vl", "qwen3-vl"),
+    *("qwen3-next", "qwen3.5", "kimi-linear", "qwen2-vl", "qwen3-vl", "gemma4", "gemma4-e2b", "gemma4-a4b"),
 )
+
+
+def rms(x, scale, c):
+    return x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + c.layer["layernorm_epsilon"]) * scale
+
+
+def inputs_of_layers(c, params, tokens, x):
+    """[layers, b, s, P], as published ones have them, or nothing for each."""
+    if (width := c.layer.get("layer_input_size")) is None:
+        return [None] * c.num_layers
+    by_layer = lambda a: np.asarray(a).reshape(*tokens.shape, c.num_layers, width)
+    said = by_layer(params["layer_input_table"][tokens]) * width**0.5
+    read = by_layer(x @ params["layer_input_projection"]["kernel"]) / c.hidden_size**0.5
+    return np.moveaxis((rms(read, params["layer_input_norm"]["scale"], c) + said) / 2**0.5, 2, 0)
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -141,15 +159,21 @@ def test_nnx(name):
         layers.append(te_nnx.from_linen(own, quick_nnx(lambda make=make: make(rngs=nnx.Rngs(0)))))
 
     @nnx.jit
-    def run(layers, x):
-        for layer in layers:
-            x = layer(x, deterministic=True)
+    def run(layers, x, inputs):
+        kept = {}
+        for layer, own in zip(layers, inputs):
+            more = {} if own is None else dict(layer_input=own)
+            more |= dict(keys_values=kept[layer.window_size]) if layer.kv_sharing == "take" else {}
+            x = layer(x, deterministic=True, **more)
+            if layer.kv_sharing == "give":
+                x, kept[layer.window_size] = x
         return x
 
-    x = run(layers, jnp.asarray(params["embedding"][due["tokens"]]) * c.embedding_scale)
-    scale = params["final_norm"]["scale"] + bool(c.layer.get("zero_centered_gamma"))
-    x = x / np.sqrt(np.mean(np.square(x), -1, keepdims=True) + c.layer["layernorm_epsilon"]) * scale
+    x = jnp.asarray(params["embedding"][due["tokens"]]) * c.embedding_scale
+    x = run(layers, x, inputs_of_layers(c, params, due["tokens"], x))
+    x = rms(x, params["final_norm"]["scale"] + bool(c.layer.get("zero_centered_gamma")), c)
     logits = np.asarray(x) * c.output_scale @ np.asarray(params.get("head", params["embedding"])).T
+    logits = logits if c.logit_softcap is None else c.logit_softcap * np.tanh(logits / c.logit_softcap)
     np.testing.assert_allclose(logits, due["logits"], rtol=0, atol=1e-5 * np.abs(due["logits"]).max())
 
 

@@ -10,7 +10,15 @@ import rope_oracle
 from arrays import on_device
 
 from te_jax.ops import rope as module
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, PositionSections, YarnScaling, rope
+from te_jax.ops.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    NTKScaling,
+    PositionSections,
+    ProportionalScaling,
+    YarnScaling,
+    rope,
+)
 
 METHODS = pytest.mark.parametrize("method", ["consecutive", "alternate"])
 SCALINGS = [
@@ -21,6 +29,8 @@ SCALINGS = [
     Llama3Scaling(32.0, 2, 3, 100),
     YarnScaling(),
     YarnScaling(4.0, 8, 2, 999),
+    ProportionalScaling(2.0, 0.5),
+    ProportionalScaling(share=0.01),
 ]
 
 
@@ -72,13 +82,23 @@ def test_scaling(rng, method, rotary_dim):
         check(got, x, at, **common, **cases[name][1])
 
 
-@pytest.mark.parametrize("scaling", SCALINGS[1:], ids=str)
+@pytest.mark.parametrize("scaling", SCALINGS[1:-2], ids=str)
 def test_what_a_scaling_keeps(scaling):
     """The lowest frequency serves `factor` times the positions; Llama 3 and NTK leave the highest as it is."""
     was, now = (module._inverse_frequencies((1, 500000.0), 128, s).astype(float) for s in (None, scaling))
     np.testing.assert_allclose(now[-1], was[-1] / scaling.factor, rtol=2**-23)
     assert now[0] == (0.25 if isinstance(scaling, LinearScaling) else 1)
     assert (np.diff(now) < 0).all()
+
+
+def test_a_share_of_the_pairs_turns():
+    """The first ones, by the frequencies that they have among all; what stands keeps its bits."""
+    was, now = (module._inverse_frequencies((1, 1e6), 512, s) for s in (None, ProportionalScaling()))
+    np.testing.assert_array_equal(now, np.where(np.arange(256) < 64, was, 0))
+    x = np.random.default_rng(0).normal(size=(1, 9, 1, 512)).astype(np.float32)
+    y = np.asarray(rope(x, group_method="alternate", scaling=ProportionalScaling()))
+    moved = (y != x).any((0, 1, 2)).reshape(2, 256)
+    assert moved[:, :64].all() and not moved[:, 64:].any()
 
 
 @METHODS
@@ -163,6 +183,7 @@ def test_errors(shape, kwargs, error, text):
         (lambda: NTKScaling("8"), "NTKScaling: factor is '8'"),
         (lambda: Llama3Scaling(low_freq_factor=5), "Llama3Scaling: low_freq_factor is 5, high_freq_factor 4.0"),
         (lambda: YarnScaling(beta_slow=32), r"YarnScaling: beta_fast is 32\.0, beta_slow 32; the first must be"),
+        (lambda: ProportionalScaling(share=1.5), r"ProportionalScaling: share is 1\.5; pass the part of the pairs"),
         (lambda: YarnScaling(factor=0.5), r"YarnScaling: factor is 0\.5"),
         (lambda: Llama3Scaling(original_max_position=0), "original_max_position is 0"),
     ],

@@ -157,7 +157,7 @@ MEANINGS = {
     "rotary_pos_emb_group_method": 'Which channels RoPE turns as a pair: 2i and 2i + 1 ("consecutive"), or i '
     'and i + r/2 of r channels ("alternate"), as Hugging Face has them',
     "rotary_pos_emb_dim": "How many channels of a head, the first ones, RoPE turns: an even number. None is all",
-    "rotary_pos_emb_scaling": "How RoPE's frequencies change for longer contexts",
+    "rotary_pos_emb_scaling": "How RoPE's frequencies change for longer contexts, or which of them turn",
     "rotary_pos_emb_sections": "Which pairs of channels RoPE turns by which of several positions of a token",
     "qk_norm_type": "A norm of queries and keys over the channels of each head",
     "qk_norm_eps": "The number that this norm adds to the mean square, the variance or the sum of squares",
@@ -195,6 +195,16 @@ MEANINGS = {
     "router_bias": "Logits of the router have a bias",
     "v_norm_eps": "Values are over the root of their mean square plus this, in each head, as in Gemma 4. None: no norm",
     "keys_as_values": "One projection gives keys and values, before norms and RoPE, as in layers of Gemma 4",
+    "router_norm": "The router reads the inputs in front of the norm, over the root of their mean square, times "
+    "`router_scale` / sqrt(H), as in Gemma 4",
+    "expert_scales": "A parameter for each expert multiplies what it gives, as in Gemma 4",
+    "mlp_next_to_experts": "The MLP stays next to `moe`; the sum of what they give, each behind a norm, goes on, as in "
+    "Gemma 4",
+    "kv_sharing": '"give": keys and values, behind norms and RoPE, are a further result; "take": they are the argument '
+    "`keys_values`, of a module that gives them, and only queries have a projection",
+    "layer_input_size": "The width of the argument `layer_input`, what the layer has of each token for itself, as in "
+    "Gemma 3n and 4: it is gated by the stream, projected, normed and added behind the MLP",
+    "layer_scalar": "The last that the layer does is to multiply by a parameter of one element, as in Gemma 4",
     "qk_norm_across_heads": "This norm is over the channels of all heads together, as in OLMo 2",
     "TransformerLayer.input_layernorm": "Puts a norm on the inputs of attention or Mamba2",
     "mlp_layernorm": "Puts a norm on the inputs of the MLP or of experts",

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, YarnScaling
+from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, ProportionalScaling, YarnScaling
 
 
 def angles(positions, r, windows, scaling):
@@ -19,6 +19,9 @@ def angles(positions, r, windows, scaling):
         theta = [_llama3(t, scaling) for t in theta]
     if isinstance(scaling, YarnScaling):
         theta = [_yarn(t, i, r, base, scaling, w0) for i, t in enumerate(theta)]
+    if isinstance(scaling, ProportionalScaling):  # pairs of channels, so many of them; the others stand
+        turning = int(scaling.share * r) // 2
+        theta = [t / scaling.factor if i < turning else 0.0 for i, t in enumerate(theta)]
     return positions * np.array(theta)
 
 

@@ -115,6 +115,7 @@ def moe(
     gate_bias: jax.Array | None = None,
     router_input: jax.Array | None = None,
     expert_bias: jax.Array | None = None,
+    expert_scale: jax.Array | None = None,
     gamma: jax.Array | None = None,
     beta: jax.Array | None = None,
     norm: str = "layernorm",
@@ -143,6 +144,7 @@ def moe(
     wi_bias:     a tuple of arrays [E, F], or an array, as wi. wo_bias: [E, H].
     expert_bias: f32[E], added to the scores only for the choice (`route`). It has no gradient: its cotangent is
                  the counts of tokens, which autodiff adds up over microbatches and devices, for `updated_expert_bias`.
+    expert_scale: [E], of any floating type: what expert e gives is multiplied by its element e, too; None is 1.
     gamma, beta, norm, zero_centered_gamma, epsilon: as of `layernorm`; [H].
     residual:    True: x is added to y. Or an array of y's shape and type.
     recipe:      None for products in x's type, else a recipe. Where it scales whole tensors, h and the gradient of y
@@ -177,7 +179,7 @@ def moe(
     that do not match.
     """
     x, gate_kernel, gate_bias, gamma, beta = as_jax(x, gate_kernel, gate_bias, gamma, beta)
-    expert_bias, residual, router_input = as_jax(expert_bias, residual, router_input)
+    expert_bias, residual, router_input, expert_scale = as_jax(expert_bias, residual, router_input, expert_scale)
     wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
     wi_bias = as_jax(*wi_bias) if isinstance(wi_bias, tuple | list) else None if wi_bias is None else as_jax(wi_bias)
     (wo_bias,) = as_jax(wo_bias)
@@ -194,7 +196,7 @@ def moe(
     batch = _axes_of_batch(h)
     read = h if router_input is None else router_input
     routing, aux = _routing(read, gate_kernel, gate_bias, expert_bias, options, batch)
-    weights = routing.weights
+    weights = _scaled_weights(name, routing, expert_scale, experts)
     if options.weights_first:  # a token has one expert, which multiplies its inputs
         h, weights = (h.astype(jnp.float32) * weights).astype(h.dtype), jnp.ones_like(weights)
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
@@ -205,6 +207,20 @@ def moe(
     y = y if expert_bias is None else _with_counts(*align(y, expert_bias, routing.counts))
     added = x if through else added
     return y if added is None else y + added, aux
+
+
+def _scaled_weights(name: str, routing: Routing, scale: jax.Array | None, experts: int) -> jax.Array:
+    """f32[*B, k], the weights of the chosen, times `scale` [E]. Raises ValueError or TypeError for another one."""
+    if scale is None:
+        return routing.weights
+    check(name, "expert_scale", scale, FLOAT)
+    if scale.shape != (experts,):
+        raise ValueError(f"{name}: expert_scale has the shape {scale.shape}; pass {(experts,)}.")
+    weights, chosen, scale = align(routing.weights, routing.experts, scale)
+    of_expert = lambda a: as_rank(a, chosen.ndim + 1)
+    is_expert = chosen[..., None] == of_expert(jnp.arange(experts, dtype=chosen.dtype))
+    # Not a gather, which Explicit axes refuse.
+    return weights * jnp.sum(jnp.where(is_expert, of_expert(scale.astype(jnp.float32)), 0), -1)
 
 
 def _norm_first(x, gamma, beta, through: bool, of_norm: dict[str, Any]):
