@@ -1,4 +1,5 @@
-"""Gemma 4 (text): layers that see all tokens have heads of another width, and a RoPE of which some pairs turn."""
+"""Gemma 4 (text): layers that see all tokens have heads of another width, and a RoPE of which some pairs turn; small
+models share keys and have inputs of layers, others have experts next to an MLP."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
