@@ -29,8 +29,9 @@ struct GradShared {
   Tokens<kD> q, k;
   union {
     GradUnit<kD> units[kStages];
-    Tokens<kChunk> of_pairs[2];  // behind the last one, in the place of states
+    Tokens<kChunk> of_pairs[2];  // behind the last one, where its state and gradient were
   };
+  static_assert(2 * sizeof(Tokens<kChunk>) <= 2 * sizeof(Tokens<kD>));  // its pairs are still read
   ssm::Runs<kRuns> runs;
   // Of tokens, from each warp that has some of what is summed. `reads`: the gradient to the logarithm of what
   // is left, from what queries read; `says`, to beta, from what the state and other tokens say of the token's

@@ -184,10 +184,12 @@ struct Chunks {
 #pragma unroll
       for (int i = j + 1; i < 16; ++i) {
         const float4 four = *reinterpret_cast<const float4*>(block + i * kPitch + j);
-        x[i] -= four.x * x[j];
-        if (j + 1 < i) x[i] -= four.y * x[j + 1];
-        if (j + 2 < i) x[i] -= four.z * x[j + 2];
-        if (j + 3 < i) x[i] -= four.w * x[j + 3];
+        // Left of the column x is 0, but what is not finite there, of a run before, would not be after.
+        const auto less = [&](float factor, int k) { x[i] -= k < column ? 0.f : factor * x[k]; };
+        less(four.x, j);
+        if (j + 1 < i) less(four.y, j + 1);
+        if (j + 2 < i) less(four.z, j + 2);
+        if (j + 3 < i) less(four.w, j + 3);
       }
     __syncwarp();
     if (Lane() >= 16 && WarpIndex() % 2 > 0) return;

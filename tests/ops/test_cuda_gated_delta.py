@@ -22,12 +22,13 @@ CASES = [
     (37, 2, 2, 16, 40, ()),
     (64, 1, 1, 128, 128, ("initial_state",)),
     (65, 2, 2, 64, 64, ("segments",)),
-    (130, 5, 1, 128, 64, ()),
+    (130, 4, 2, 128, 72, ()),
+    (70, 5, 1, 16, 64, ()),
     (580, 1, 1, 24, 72, ()),
     (580, 1, 1, 8, 8, ("initial_state",)),
     (4099, 2, 1, 128, 128, ()),
 ]
-LITTLE = CASES[3:4]  # with little shared memory
+LITTLE = [CASES[3], (65, 1, 1, 128, 8, ())]  # with little shared memory
 # The state, its difference from v, the inverse, what a token writes, and what is seen or left of that are rounded to
 # bf16 as operands of products: a term passes at most five roundings, and the row's largest number is as large as any.
 ERROR = oracle.ERROR + 5 * 2.0**-9
@@ -36,9 +37,9 @@ ERROR = oracle.ERROR + 5 * 2.0**-9
 GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
 
 
-def check(rng, s, h, g, d, e, absent, normalize=True):
-    """Results and all gradients of six rows."""
-    given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=6)
+def check(rng, s, h, g, d, e, absent, normalize=True, count=6):
+    """Results and all gradients of some rows."""
+    given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=count)
     given = {name: a for name, a in given.items() if name not in absent}
     if not normalize:  # of length 1 but for a rounding, so that the state does not grow
         unit = lambda a: (a / np.linalg.norm(a.astype(np.float32), axis=-1, keepdims=True)).astype(a.dtype)
@@ -68,6 +69,16 @@ def test_gated_delta(rng, monkeypatch, s, h, g, d, e, absent):
     check(rng, s, h, g, d, e, absent)
 
 
+def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
+    """Two rows and two blocks of 512 tokens: a slab is cut short by the rows, and one by the tokens."""
+    h, d, e = 1, 8, 8
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 4 * 2 * h * e * 2 * (8 * d + 512))
+    assert kernels._slab_of_rule(3, 1100, h, e, d) == dict(slab_rows=3, slab_tokens=512)
+    monkeypatch.setattr(kernels, "CTAS", 2)
+    assert kernels._slab_of_rule(3, 1100, h, e, d) == dict(slab_rows=2, slab_tokens=1024)
+    check(rng, 1100, h, 1, d, e, (), count=3)
+
+
 def test_keys_as_they_are(rng):
     check(rng, 70, 2, 1, 64, 16, (), normalize=False)
 
@@ -83,10 +94,11 @@ def test_little_shared_memory(rng, request, s, h, g, d, e, absent):
     check(rng, s, h, g, d, e, absent)
 
 
-def test_what_is_not_finite_stays_in_its_run(rng):
-    """Keys, values, betas and gates, of a run that ends in the chunk where the next one begins: all tokens of that
-    chunk may get it, those of later chunks not; nor what was in the memory of results."""
-    s, bad, end, h, d, e = 200, 67, 100, 2, 16, 16
+@pytest.mark.parametrize("end", [72, 100])
+def test_what_is_not_finite_stays_in_its_run(rng, end):
+    """Keys, values, betas and gates, of a run that ends in the chunk where the next one begins, or within the same 16
+    tokens: all tokens of that chunk may get it, those of later chunks not; nor what was in the memory of results."""
+    s, bad, h, d, e = 200, 67, 2, 16, 16
     given, _, _ = oracle.rows_of(rng, s, h, h, d, e, False, bf16, count=6)
     given.pop("initial_state")
     ids = np.broadcast_to(np.arange(s) >= end, (6, s)).astype(np.int32)
@@ -137,7 +149,7 @@ def test_what_is_not_finite_stays_in_its_run_on_the_way_back(rng):
 def test_rows_of_one_call(rng, monkeypatch):
     """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
     rows, s, h, d, e = 3, 70, 2, 16, 8
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * 2 * h * e * 2 * (8 * d + 512))
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * 2 * h * e * 2 * (2 * d + 128))
     given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, False, bf16, count=rows)
 
     @jax.jit

@@ -1,6 +1,7 @@
 """How te_gated_delta_fwd and te_gated_delta_bwd call their kernels, and for what."""
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from te_jax.ops.ssm.runs import runs_and_rows
 KEPT = 512
 """Tokens: how often the state is kept for the backward pass."""
 _MOST = 128  # channels
-_RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange: most of it stays in L2
+_MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
+_RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange, about as much as L2 holds
 _CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
 
 
@@ -24,6 +26,7 @@ def _rule_has_kernel(q, k, v, gate):
     in_bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k, v))
     d, e = k.shape[-1], v.shape[-1]
     sizes_fit = sizes_known and 0 not in v.shape and all(n % 8 == 0 and 8 <= n <= _MOST for n in (d, e))
+    sizes_fit = sizes_fit and max(prod(v.shape[:-3]), k.shape[-2]) <= _MOST_ROWS
     return sizes_fit and in_bf16 and gate.shape[-1] == 1
 
 
@@ -59,10 +62,12 @@ def rule_bwd(
 
 def _slab_of_rule(rows, s, h, e, d):
     """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
-    of_block = 2 * h * e * 2 * (KEPT // CHUNK * d + KEPT)
-    blocks = max(1, _RULE_SLAB_BYTES // of_block)  # of KEPT tokens of a row
-    slab_rows = min(rows, blocks, max(1, CTAS // h))  # a CTA walks over the tokens of a row and head
-    tokens = KEPT * min(blocks // slab_rows, ceil_div(s, KEPT), 64)
+    block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
+    of_block = 2 * h * e * 2 * (block // CHUNK * d + block)
+    blocks = max(1, _RULE_SLAB_BYTES // of_block)
+    # A CTA walks over the tokens of a row and head: of long rows so many that each SM has one.
+    slab_rows = min(rows, blocks, max(1, CTAS // h) if s > KEPT else 256)
+    tokens = block * min(blocks // slab_rows, ceil_div(s, block), 64)
     return dict(slab_rows=slab_rows, slab_tokens=min(tokens, max(1, ceil_div(s, CHUNK)) * CHUNK))
 
 
