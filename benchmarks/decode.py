@@ -112,13 +112,15 @@ def main(args) -> int:
     result, failed = {"machine": machine.describe(), "rows": []}, False
     with contextlib.ExitStack() as stack:
         kept = args.folder or pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        folder = kept / "checkpoint"
-        run = lambda **given: in_own_process("decode", folder=folder, shape=args.shape, **given)
+        folder = kept / f"{args.shape}{'-tiny' * args.tiny}"
+        run = lambda folder=folder, **given: in_own_process("decode", folder=folder, shape=args.shape, **given)
         if not folder.exists():
-            written = run(tiny=args.tiny, measure="write")
+            part = kept / f"{folder.name}.part"  # what a run that was cut short has left is written anew
+            written = run(part, tiny=args.tiny, measure="write")
             print(written, flush=True)
             if "error" in written:
                 return 1
+            part.rename(folder)
         for way in (*OURS, THEIRS):
             if not re.search(args.only or "", way):
                 continue

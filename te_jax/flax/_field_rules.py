@@ -175,7 +175,7 @@ def activations_take_their_params(module) -> str | None:
 
 def experts_take_the_place_of_the_mlp(module) -> str | None:
     """`moe` goes without `intermediate_dropout`, low-rank adaptation of the MLP and
-    `apply_residual_connection_post_layernorm`."""
+    `apply_residual_connection_post_layernorm`, also where an MLP stays next to the experts."""
     adapted = LORA_SCOPES[module.low_rank_adaptation_scope][2] and f"{module.low_rank_adaptation_scope!r}"
     for name, value in (
         ("intermediate_dropout", module.intermediate_dropout),
@@ -183,7 +183,8 @@ def experts_take_the_place_of_the_mlp(module) -> str | None:
         ("apply_residual_connection_post_layernorm", module.apply_residual_connection_post_layernorm),
     ):
         if module.moe is not None and value:
-            return f"{name} is {value}, which experts have not; leave it out, or moe"
+            which = "experts have not, nor the MLP next to them" if module.mlp_next_to_experts else "experts have not"
+            return f"{name} is {value}, which {which}; leave it out, or moe"
 
 
 def experts_have_an_mlp_next_to_them(module) -> str | None:

@@ -280,7 +280,7 @@ def taken_keys(
 ) -> KeysValues | None:
     """`keys_values` of a module with kv_sharing="take", zeros in `init`; None for another module.
 
-    Raises as `check_keys_values`; ValueError where there are none, and for those of another call.
+    Raises as `check_keys_values`; ValueError where there are none, and for another call's.
     """
     check_keys_values(module, keys_values)
     if module.kv_sharing is not None and inputs_kv is not None:
@@ -298,17 +298,16 @@ def taken_keys(
             "with kv_sharing='give'."
         )
     found = keys_values.key.shape
-    shape[1 - batch] = found[1 - batch] if decode or not found else shape[1 - batch]
+    if decode and len(found) == len(shape):  # of a cache, which is longer
+        shape[1 - batch] = found[1 - batch]
     if found != tuple(shape) or keys_values.value.shape != found:
         raise ValueError(
             f"{describe(module)}: keys_values have shapes {found} and {keys_values.value.shape}, but the fields and "
-            f"inputs of this call need {tuple(shape)}; pass those of a layer with as many heads, of the same width."
+            f"inputs of this call need {tuple(shape)}; pass what a layer with as many heads of the same width gives."
         )
     if (keys_values.slots is not None) != decode:
         kind = "a call without decode" if decode else "a call with decode=True"
-        raise ValueError(
-            f"{describe(module)}: decode is {decode}, but keys_values are of {kind}; pass those of this one."
-        )
+        raise ValueError(f"{describe(module)}: decode is {decode}, but keys_values are of {kind}; pass this one's.")
     return keys_values
 
 

@@ -112,7 +112,7 @@ class TransformerLayer(Module):
                         self-attention is `MultiHeadLatentAttention`, which has RoPE as latent_rotary says, whatever
                         enable_rotary_pos_emb does. Encoders only.
     score_mod, score_mod_bprop: not in this version.
-    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 88.
+    Other fields mean what they do in `MultiHeadAttention` and `LayerNormMLP`; docs/fields.md says it of all 89.
 
     Parameters: `attention`, `mamba` or `delta` (encoder), or `self_attention` and `encoder_decoder_attention`
     (decoder), as `MultiHeadAttention`, `MultiHeadLatentAttention`, `Mamba2` or `GatedDeltaNet`; `mlp` as

@@ -93,7 +93,7 @@ def _some_keys_are_shared(said: Said) -> tuple[str, str] | None:
 
 
 def _keys_of_sharing_layers(found: Mapping[str, Any]) -> Callable[[str], bool]:
-    """Whether a tensor is of keys or values of a layer that takes those of another one: published files have some."""
+    """Whether a tensor is of keys or values of a layer that takes another one's: published files have some."""
     count, shared = found.get("num_hidden_layers", 30), found.get("num_kv_shared_layers", 0)
     ends = tuple(
         f"layers.{i}.self_attn.{name}.weight"

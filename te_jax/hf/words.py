@@ -242,7 +242,7 @@ _OF_LAYERS = (
     *("attention_chunk_size", "attn_temperature", "v_norm_eps", "keys_as_values", "layer_scalar", "kv_sharing"),
     "mlp_next_to_experts",
 )
-_OF_ROTARY = ("windows", "group_method", "dim", "scaling")
+_OF_ROTARY = ("windows", "group_method", "dim", "scaling", "sections")
 _OF_LATENTS = (
     *("kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "mscale"),
     "latent_rotary",

@@ -13,7 +13,7 @@ class CausalLM(Model):
 
     Parameters: `embedding` [V, H]; `positions` [max_positions, H] where they are learned; `layers/TransformerLayer_0`
     with a leading axis of layers, or `layer_0/TransformerLayer_0`, ... (`Model.scan`); `final_norm`; `head` [V, H],
-    unless it is the embedding; those of `layer_inputs`, where layers have the field layer_input_size. The FP8 state of
+    unless it is the embedding; what `layer_inputs` has, where layers have the field layer_input_size. The FP8 state of
     the loss belongs to `lm_head`, the path that a recipe's `exclude` keeps out of FP8; `init` makes it where it gets
     labels.
 
@@ -45,7 +45,7 @@ class CausalLM(Model):
 
         lengths:       int[b], how many tokens of each row are no padding, or a `SequenceDescriptor`, as of packed rows.
         positions:     int[b, s]; learned positions need them when decoding, where RoPE counts by itself; int[n, b, s]
-                       where layers have rotary_pos_emb_sections.
+                       where layers have rotary_pos_emb_sections, also when decoding.
         at:            int[b]: the logits of only these tokens of each row, f32[b, V].
         deterministic: False: with dropout, from the random stream "dropout", and experts sow losses into `losses`.
         decode:        tokens continue the texts in the collection `cache`, which must be mutable.

@@ -36,7 +36,8 @@ _TABLE = dict(num_buckets=32, max_distance=128)  # T5's
 
 class Block(nn.Module):
     """One transformer layer, in the shape that `nn.scan` wants: (carry, ...) -> (carry, None), or the keys and values
-    that the layer gives. given: those of layers before it, by `_sharing_key`. layer_input: the layer's own."""
+    that the layer gives. given: keys and values of layers before it, by `_sharing_key`. layer_input: the layer's
+    own."""
 
     fields: Mapping[str, Any]  # of the TransformerLayer
     deterministic: bool
@@ -63,7 +64,8 @@ class Block(nn.Module):
         layer = te_flax.TransformerLayer(**fields)
         of_latents = layer.kv_lora_rank is not None
         turns = layer.latent_rotary if of_latents else layer.enable_rotary_pos_emb or layer.attn_temperature is not None
-        more = dict(positions=positions) if turns and not self.decode else {}
+        several = positions is not None and positions.ndim == 3  # of a token, which a cache does not count
+        more = dict(positions=positions) if turns and (several or not self.decode) else {}
         more |= {} if layer_input is None else dict(layer_input=layer_input)
         more |= dict(keys_values=given[_sharing_key(fields)]) if layer.kv_sharing == "take" else {}
         out = layer(
@@ -314,9 +316,15 @@ class Model(KnownArguments):
         return head(x, labels, kernel=kernel, reduction=reduction)
 
 
+_OF_SHARED_KEYS = (
+    *("window_size", "attention_chunk_size", "enable_rotary_pos_emb"),
+    *(f"rotary_pos_emb_{name}" for name in ("windows", "group_method", "dim", "scaling", "sections")),
+)
+
+
 def _sharing_key(fields: Mapping[str, Any]) -> str:
-    """What layers that share keys and values have in common: what they see."""
-    return str(fields.get("window_size"))
+    """What layers that share keys and values have in common: what they see, and how keys are turned."""
+    return str([fields.get(name) for name in _OF_SHARED_KEYS])
 
 
 def _check_sharing(layers, scanned):
@@ -333,7 +341,7 @@ def _check_sharing(layers, scanned):
         if sharing == "take" and _sharing_key(fields) not in given:
             raise ValueError(
                 f"te_jax.models: layer {index} has kv_sharing='take' and window_size={window}, but no layer before it "
-                "has 'give' and this window; set that one's field, or leave this one's out."
+                "has 'give', this window and this RoPE; set that one's fields, or leave this one's out."
             )
         given |= {_sharing_key(fields)} if sharing == "give" else set()
 

@@ -40,7 +40,7 @@ class VisionEncoder(Model):
         logits:        returns what the classifier makes of that, f32[b, num_labels], instead.
 
         Raises ValueError for a config without image_size, for images of another shape, for pooled without a pooling
-        head or a class token, and for logits without labels.
+        head or a class token, for logits without labels or next to pooled, and for labels without a token to read.
         """
         c, name = self.config, "VisionEncoder"
         for argument, value in (("deterministic", deterministic), ("pooled", pooled), ("logits", logits)):
@@ -57,6 +57,13 @@ class VisionEncoder(Model):
             raise ValueError(f"{name}: pooled is True, but config.pooling_head is False; leave it out.")
         if logits and not c.num_labels:
             raise ValueError(f"{name}: logits is True, but config.num_labels is 0; leave it out.")
+        if c.num_labels and not can_pool:
+            raise ValueError(
+                f"{name}: config.num_labels is {c.num_labels}, but there is neither config.class_token nor "
+                "config.pooling_head, of which the classifier reads; set one, or leave num_labels out."
+            )
+        if logits and pooled:
+            raise ValueError(f"{name}: logits is given together with pooled; leave one of them out.")
         x = self._layers(self._embed_patches(images), c.fields_of_layer, deterministic=deterministic)
         if not can_pool or not (pooled or logits or self.is_initializing()):
             return x

@@ -184,7 +184,7 @@ class PositionSections(KnownFields):
 @dataclass(frozen=True)
 class ProportionalScaling(Scaling):
     """The RoPE of layers of Gemma 4 that see all tokens: only the first `share` of a head's pairs turn, the fastest
-    ones, by frequencies / factor; the others stand. Unlike with `rotary_dim`, pairs and frequencies are those of the
+    ones, by frequencies / factor; the others stand. Unlike with `rotary_dim`, pairs and frequencies belong to the
     whole width."""
 
     factor: float = 1.0

@@ -9,6 +9,7 @@ from arrays import on_device
 from flax import linen as nn
 
 import te_jax.flax as te_flax
+from te_jax.models import CausalLM, families
 from te_jax.ops.rope import LinearScaling, Llama3Scaling, NTKScaling, PositionSections, rope
 
 KEY = jax.random.key(0)
@@ -87,6 +88,27 @@ def test_several_positions_of_a_token():
     want, _ = ref.mha(ref.f64(x), params, N, masked=ref.causal(S, S), rope=turn)
     for way, got in run(variables, x).items():
         np.testing.assert_allclose(got, want, **CLOSE, err_msg=way)
+
+
+def test_several_positions_of_a_model():
+    """Logits of a prompt and of the tokens behind it, from the cache, as in one call."""
+    size = families.Size(H, 2 * H, N, 1, head_dim=D, vocab=16)
+    model = CausalLM(families.llama(size).with_layer(rotary_pos_emb_sections=PositionSections((1, 1, 2))))
+    tokens, at = jnp.arange(2 * S).reshape(2, S) % 16, np.random.default_rng(2).integers(0, 12, (3, 2, S))
+    variables = model.init(KEY, tokens)
+
+    @jax.jit
+    def run(variables):
+        whole, cache, parts = model.apply(variables, tokens, positions=jnp.asarray(at)), {}, []
+        for part, slots in ((slice(0, 7), dict(max_decode_length=S)), (slice(7, S), {})):
+            call = dict(decode=True, mutable=["cache"], positions=jnp.asarray(at[..., part]), **slots)
+            logits, cache = model.apply({**variables, **cache}, tokens[:, part], **call)
+            parts.append(logits)
+        return whole, jnp.concatenate(parts, 1), model.apply(variables, tokens)
+
+    whole, decoded, as_text = run(variables)
+    np.testing.assert_allclose(decoded, whole, **CLOSE)
+    assert np.abs(whole - as_text).max() > 1e-3
 
 
 @pytest.mark.parametrize("cross", [False, True])

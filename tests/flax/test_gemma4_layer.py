@@ -170,6 +170,18 @@ def test_experts_next_to_an_mlp():
         te_nnx.TransformerLayer(H, **fields | dict(post_norms=False), rngs=nnx.Rngs(0))
 
 
+def test_scales_of_experts_whose_weights_come_first():
+    """A router's weight multiplies what an expert reads, its own scale what it gives: as if `wo` had it."""
+    own = dict(num_experts=E, intermediate_dim=EXPERT, expert_scales=True, num_experts_per_tok=1)
+    block = te_flax.MoEBlock(**own, weights_before_experts=True, router_norm=False)
+    x = data(B, S, H)
+    params = differing(unboxed(block.init(jax.random.key(0), x))["params"])
+    scaled = params | dict(wo=params["wo"] * params["expert_scale"][:, None, None])
+    scaled["expert_scale"] = jnp.ones(E)
+    got, want = (block.apply({"params": p}, x) for p in (params, scaled))
+    close(got, want)
+
+
 SHARED = dict(v_norm_eps=None, kv_sharing="take")
 
 
@@ -260,9 +272,13 @@ WRONG = {
     "kv_sharing is 'lend'; pass None or one of": (dict(kv_sharing="lend"), {}),
     "kv_sharing is 'take', but there are no keys_values; pass the last result": ({}, dict(keys_values=None)),
     "keys_values is 3; pass None or what a module with": ({}, dict(keys_values=3)),
-    r"have shapes .2, 6, 2, 8. .* need .2, 6, 4, 8.; pass those of a layer with as many heads": (
+    r"have shapes .2, 6, 2, 8. .* need .2, 6, 4, 8.; pass what a layer with as many heads": (
         dict(num_gqa_groups=4),
         {},
+    ),
+    r"have shapes .. and .., but .* need .2, 6, 2, 8.": (
+        {},
+        dict(keys_values=KeysValues(jnp.zeros(()), jnp.zeros(()), None)),
     ),
     "decode is True, but keys_values are of a call without decode": ({}, dict(decode=True)),
     "keys_values are given, but kv_sharing is 'give'; set it 'take'": (dict(kv_sharing="give"), {}),
@@ -318,8 +334,11 @@ WRONG_MODELS = {
     "layer 0 has kv_sharing='give', but is one of a loop over layers; put it into ModelConfig.first": dict(
         first=(), pattern=(dict(kv_sharing="give"),)
     ),
-    "layer 2 has kv_sharing='take' and window_size=.4, 0., but no layer before it has 'give' and this window": dict(
+    "layer 2 has kv_sharing='take' and window_size=.4, 0., but no layer before it has 'give', this window": dict(
         pattern=(SHARED | dict(window_size=(4, 0)),)
+    ),
+    "layer 2 has kv_sharing='take' .* no layer before it has 'give', this window and this RoPE": dict(
+        pattern=(SHARED | dict(window_size=(2, 0), rotary_pos_emb_windows=(1, 7.0)),)
     ),
     "layer_input_size is 12 and 8 in layers of one model": dict(pattern=(dict(layer_input_size=8),)),
 }

@@ -11,6 +11,7 @@ from hf_folders import FIXTURES, differences
 
 from te_jax import hf
 from te_jax.hf.families import FAMILIES
+from te_jax.hf.words import check_words
 from te_jax.models import published
 from te_jax.ops.rope import PositionSections
 
@@ -77,6 +78,9 @@ def test_sections_of_positions_in_their_forms():
     other = published("llama3-8b").with_layer(rotary_pos_emb_sections=sections)
     with pytest.raises(ValueError, match="rotary_pos_emb_sections is .*, which config.json has no word for"):
         FAMILIES["llama"].write(other)
+    of_some = replace(published("llama3-8b"), pattern=({}, dict(rotary_pos_emb_sections=sections)))
+    with pytest.raises(ValueError, match="layer 1 has rotary_pos_emb_sections=.*, which config.json of a llama has no"):
+        check_words("llama", of_some, FAMILIES["llama"].read(FAMILIES["llama"].write(of_some)))
 
 
 @pytest.mark.parametrize("name", ["qwen2-vl", "qwen3-vl"])

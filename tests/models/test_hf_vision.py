@@ -181,6 +181,10 @@ def test_initial_variables_and_refusals():
         call(replace(config, pooling_head=False), images, pooled=True)
     with pytest.raises(ValueError, match="logits is True, but config.num_labels is 0"):
         call(config, images, logits=True)
+    with pytest.raises(ValueError, match="num_labels is 5, but there is neither config.class_token nor"):
+        call(replace(config, pooling_head=False, num_labels=5), images)
+    with pytest.raises(ValueError, match="logits is given together with pooled"):
+        call(replace(config, num_labels=5), images, logits=True, pooled=True)
     with pytest.raises(ValueError, match="config.image_size is None"):
         call(hf.read_config(FIXTURES / "bert"), images)
     for sizes in (dict(vocab_size=0), dict(vocab_size=7, image_size=8, patch_size=4), dict(vocab_size=0, image_size=8)):

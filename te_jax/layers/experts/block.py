@@ -196,9 +196,10 @@ def moe(
     batch = _axes_of_batch(h)
     read = h if router_input is None else router_input
     routing, aux = _routing(read, gate_kernel, gate_bias, expert_bias, options, batch)
-    weights = _scaled_weights(name, routing, expert_scale, experts)
-    if options.weights_first:  # a token has one expert, which multiplies its inputs
+    weights = routing.weights
+    if options.weights_first:  # a token has one expert, whose weight multiplies its inputs
         h, weights = (h.astype(jnp.float32) * weights).astype(h.dtype), jnp.ones_like(weights)
+    weights = _scaled_weights(name, weights, routing.experts, expert_scale, experts)
     run = ExpertRun(options, recipe, checkpoint, middle_name, placement)
     y, lost = run_on_devices(run, ExpertInputs(h, weights, routing.experts, wi, wi_bias, wo, wo_bias, metas))
     if lost is not None:  # of all devices along the axes of experts
@@ -209,14 +210,16 @@ def moe(
     return y if added is None else y + added, aux
 
 
-def _scaled_weights(name: str, routing: Routing, scale: jax.Array | None, experts: int) -> jax.Array:
+def _scaled_weights(
+    name: str, weights: jax.Array, chosen: jax.Array, scale: jax.Array | None, experts: int
+) -> jax.Array:
     """f32[*B, k], the weights of the chosen, times `scale` [E]. Raises ValueError or TypeError for another one."""
     if scale is None:
-        return routing.weights
+        return weights
     check(name, "expert_scale", scale, FLOAT)
     if scale.shape != (experts,):
         raise ValueError(f"{name}: expert_scale has the shape {scale.shape}; pass {(experts,)}.")
-    weights, chosen, scale = align(routing.weights, routing.experts, scale)
+    weights, chosen, scale = align(weights, chosen, scale)
     of_expert = lambda a: as_rank(a, chosen.ndim + 1)
     is_expert = chosen[..., None] == of_expert(jnp.arange(experts, dtype=chosen.dtype))
     # Not a gather, which Explicit axes refuse.
