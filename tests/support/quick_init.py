@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-_ONES = ("scale", "var", "D")  # gamma, the scales of FP8 state, and statistics of batches
+_ONES = ("scale", "scalar", "var", "D")  # gamma, the scales of FP8 state, and statistics of batches
 _ZEROS = ("bias", "mean", "amax_history", "index", "count", "offset", "lora_b_kernel", "lora_b", "A_log")
 _NORMAL = ("kernel", "embedding", "lora_a", "wi_0", "wi_1", "wo")
 
@@ -33,12 +33,12 @@ def _value(path, leaf, rng):
     name = [key.key for key in path if isinstance(key, jax.tree_util.DictKey)][-1]
     has = lambda endings: any(name == end or name.endswith(f"_{end}") for end in endings)
     if has(_ZEROS):
-        return jax.device_put(np.zeros(leaf.shape, leaf.dtype))
+        return _put(np.zeros(leaf.shape, leaf.dtype))
     if has(_ONES):
-        return jax.device_put(np.ones(leaf.shape, leaf.dtype))
+        return _put(np.ones(leaf.shape, leaf.dtype))
     if has(_NORMAL):
         deviation = 1 if name.endswith("embedding") else 1 / math.sqrt(max(leaf.shape[:-1], default=1))
-        return jax.device_put((deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
+        return _put((deviation * rng.standard_normal(leaf.shape)).astype(leaf.dtype))
     where = jax.tree_util.keystr(path)
     raise KeyError(f"quick_init: how does the leaf {where} begin? Say so in tests/support/quick_init.py")
 
@@ -48,3 +48,8 @@ def quick_nnx(make, seed=0):
     rng, model = np.random.default_rng(seed), nnx.eval_shape(make)
     nnx.update(model, jax.tree.map_with_path(lambda path, leaf: _value(path, leaf, rng), nnx.state(model)))
     return model
+
+
+def _put(values):
+    """Where a mesh is set, on all of it, as what a program makes there; else without a program."""
+    return jax.device_put(values) if jax.sharding.get_abstract_mesh().empty else jnp.asarray(values)
