@@ -276,7 +276,7 @@ def test_nothing_is_kept_between_passes(fp8):
         return call(*args, **kwargs)
 
     gc.collect()
-    gc.freeze()  # each look for a leak walks through all objects: those of the tests before are none of them
+    gc.freeze()  # each look for a leak walks through all objects, of which the earlier tests made none that count
     with jax.checking_leaks(), nn.intercept_methods(interceptor):
         step(module, params, metas, xs)
     gc.collect()

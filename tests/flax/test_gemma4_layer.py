@@ -62,7 +62,7 @@ def turned(x):
 
 
 def attended(p, x, kept=None, window=None):
-    """What attention says of x, and its keys and values [b, s, g, d]. kept: those of another layer."""
+    """What attention says of x, and its keys and values [b, s, g, d]. kept: another layer's."""
     h = rms(x, p["query"]["scale"])
     heads = lambda kernel: (h @ kernel).reshape(B, S, -1, D)
     if kept is None:

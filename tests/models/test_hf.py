@@ -27,7 +27,7 @@ pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
 
 FOLDERS = sorted(path.parent for path in FIXTURES.glob("*/expected.npz"))
-NAMES = [folder.name for folder in FOLDERS if not hf.read_config(folder).patches]  # those of texts
+NAMES = [folder.name for folder in FOLDERS if not hf.read_config(folder).patches]  # which read text
 OPTIONS = {"xla_backend_optimization_level": 0} if jax.default_backend() == "cpu" else None
 jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 

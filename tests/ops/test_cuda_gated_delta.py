@@ -97,7 +97,7 @@ def test_little_shared_memory(rng, request, s, h, g, d, e, absent):
 @pytest.mark.parametrize("end", [72, 100])
 def test_what_is_not_finite_stays_in_its_run(rng, end):
     """Keys, values, betas and gates, of a run that ends in the chunk where the next one begins, or within the same 16
-    tokens: all tokens of that chunk may get it, those of later chunks not; nor what was in the memory of results."""
+    tokens: all tokens of that chunk may get it, later chunks not; nor what was in the memory of results."""
     s, bad, h, d, e = 200, 67, 2, 16, 16
     given, _, _ = oracle.rows_of(rng, s, h, h, d, e, False, bf16, count=6)
     given.pop("initial_state")
