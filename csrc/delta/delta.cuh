@@ -14,6 +14,10 @@ constexpr int kWarps = 4,
               kThreads = 32 * kWarps;  // a warp has a band of a chunk's tokens, or of a slab's values
 constexpr int kSlab = kWarps * kBand;  // channels of values that a CTA has
 
+// As products of warpgroups want them.
+template <int kColumns>
+using Tokens = ssm::Tile<kChunk, kColumns, ssm::Boxes<kChunk, kColumns>>;
+
 // The weights of a chunk's tokens, of one head of values. With S the state before the chunk, the tokens write
 // W = inverse (betas (v - keys k S)) and read y = queries q S + seen W, and behind them the state is keeps S
 // + k' (left W). Where keys, queries or keeps are 0, the state is not read, of whatever it is.

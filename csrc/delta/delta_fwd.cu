@@ -1,7 +1,7 @@
-// te_gated_delta_fwd: the gated delta rule (https://arxiv.org/abs/2412.06464), a gate for each head. One
-// kernel has all chunks of tokens at the same time, and makes what they need that does not depend on the
-// state (delta_chunks.cu). In the other one a CTA walks over the chunks of a head with the state of some
-// channels of values in registers.
+// te_gated_delta_fwd: the gated delta rule (https://arxiv.org/abs/2412.06464), a gate for each head or
+// channel of keys. One kernel has all chunks of tokens at the same time, and makes what they need that does
+// not depend on the state (delta_chunks.cu, channel_chunks.cu). In the other one a CTA walks over the chunks
+// of a head with the state of some channels of values in registers.
 
 #include "base/device.h"
 #include "base/ops.h"
@@ -12,21 +12,28 @@ namespace te {
 namespace delta {
 namespace {
 
-template <int kD, int kStages>
+template <int kD, int kStages, typename Gate>
 Status Run(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
-  const auto kernel = te_gated_delta_fwd<kD, kStages>;
-  constexpr size_t kBytes = sizeof(WalkShared<kD, kStages>);
+  const auto kernel = te_gated_delta_fwd<kD, kStages, Gate>;
+  constexpr size_t kBytes = sizeof(WalkShared<kD, kStages, Gate>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const dim3 grid(a.h, unsigned(CeilDiv(a.e, kSlab)), unsigned(rows));
   kernel<<<grid, kThreads, kBytes, stream>>>(a);
   TE_LAUNCHED();
 }
 
-template <int kD>
+template <int kD, typename Gate>
 Status RunWithin(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
+  static_assert(sizeof(WalkShared<kD, 1, Gate>) <= 99 * 1024);
   int64_t bytes = 0;
   TE_TRY(ssm::SharedBytes(&bytes));
-  return (int64_t(sizeof(WalkShared<kD, 2>)) <= bytes ? Run<kD, 2> : Run<kD, 1>)(stream, a, rows);
+  const bool two = int64_t(sizeof(WalkShared<kD, 2, Gate>)) <= bytes;
+  return (two ? Run<kD, 2, Gate> : Run<kD, 1, Gate>)(stream, a, rows);
+}
+
+template <int kD>
+Status RunGate(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
+  return (a.of_channels ? RunWithin<kD, OfChannel> : RunWithin<kD, OfHead>)(stream, a, rows);
 }
 
 }  // namespace
@@ -47,7 +54,10 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
   using ssm::Bf16;
   const delta::ChunkArgs& of = call.chunks;
   delta::Chunk* const of_chunks = static_cast<delta::Chunk*>(workspace.data);
-  if (of.s > 0) TE_TRY(delta::LaunchChunks(stream, of, call.rows, of_chunks));
+  if (of.s > 0 && call.by_channel)
+    TE_TRY(delta::LaunchChannelChunks(stream, of, call.rows, workspace.data));
+  else if (of.s > 0)
+    TE_TRY(delta::LaunchChunks(stream, of, call.rows, of_chunks));
   const delta::WalkArgs walk{of.q,
                              of.k,
                              Data<const Bf16>(v),
@@ -60,13 +70,14 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                              of.h,
                              of.g,
                              of.d,
-                             int(call.e)};
+                             int(call.e),
+                             call.by_channel ? workspace.data : nullptr};
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));
   if (is_hopper) return delta::RunHopper(stream, walk, call.rows);
 #endif
-  return (of.d <= 64 ? delta::RunWithin<64> : delta::RunWithin<128>)(stream, walk, call.rows);
+  return (of.d <= 64 ? delta::RunGate<64> : delta::RunGate<128>)(stream, walk, call.rows);
 }
 
 }  // namespace te

@@ -43,17 +43,19 @@ struct GroupProducts {
 };
 
 constexpr int kHopperStages = 3;  // a chunk takes less time than what it needs takes to come
-template <int kD>
-using HopperShared = WalkShared<kD, kHopperStages>;
+template <int kD, typename Gate = OfHead>
+using HopperShared = WalkShared<kD, kHopperStages, Gate>;
 
-template <int kD>
+template <int kD, typename Gate>
 __global__ void __launch_bounds__(kThreads, 1) te_gated_delta_fwd_hopper(const WalkArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
-  auto& all = *reinterpret_cast<HopperShared<kD>*>(shared);
+  auto& all = *reinterpret_cast<HopperShared<kD, Gate>*>(shared);
   static_assert(sizeof(all.stages[0]) % 1024 == 0);  // tiles of products begin at a multiple
   AwaitPrevious();
-  Walk<kD, kHopperStages, GroupProducts>{a, all, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}.Run();
+  Walk<kD, kHopperStages, GroupProducts, true, Gate>{a, all, blockIdx.z, int(blockIdx.x),
+                                                     int(blockIdx.y) * kSlab}
+      .Run();
 #else
   __trap();  // compiled only for Hopper
 #endif

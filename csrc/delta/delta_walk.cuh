@@ -2,7 +2,7 @@
 // what one makes is, as it lies in registers, the left factor of the next, and warps share only tiles.
 #pragma once
 
-#include "delta/delta.cuh"
+#include "delta/channel.cuh"
 
 namespace te::delta {
 
@@ -14,23 +14,43 @@ struct WalkArgs {
   Bf16* y;               // as v
   float *last, *states;  // as initial; [rows, ceil(s / kKept), h, d, e]: or nullptr
   int s, h, g, d, e;
+  const void* of_channels = nullptr;  // as chunks, of ChannelBytes(d), where each channel has a gate
 };
 
 // The walk on Hopper.
 Status RunHopper(cudaStream_t stream, const WalkArgs& a, int64_t rows);
 
-template <int kColumns>
-using Tokens = ssm::Tile<kChunk, kColumns, ssm::Boxes<kChunk, kColumns>>;
-
-template <int kD, int kStages>
-struct WalkShared {
+// What a walk needs of a chunk: with a gate for each head; and for each channel of keys.
+struct OfHead {
+  static constexpr bool kByChannel = false;
+  template <int kD>
   struct Stage {
     Tokens<kD> k, q;
     Tokens<kChunk> inverse, seen;
     Tokens<kSlab> v;
-  } stages[kStages];
+
+    __device__ __forceinline__ Tokens<kD>& Left() { return k; }
+  };
+  template <int kD>
+  using Weights = delta::Weights;
+};
+struct OfChannel {
+  static constexpr bool kByChannel = true;
+  template <int kD>
+  struct Stage : ChannelTiles<kD> {
+    Tokens<kSlab> v;
+
+    __device__ __forceinline__ Tokens<kD>& Left() { return this->left; }
+  };
+  template <int kD>
+  using Weights = ChannelWeights<kD>;
+};
+
+template <int kD, int kStages, typename Gate = OfHead>
+struct WalkShared {
+  typename Gate::template Stage<kD> stages[kStages];
   Tokens<kSlab> y;
-  Weights weights[kStages];
+  typename Gate::template Weights<kD> weights[kStages];
 };
 
 // Results of products, [16, 8 i] of a warp: d[4 j] .. d[4 j + 3] are of columns 8 j to 8 j + 7, as
@@ -94,6 +114,51 @@ __device__ __forceinline__ float2 LoadTwo(const float* p) { return *reinterpret_
 // weight times x; 0, of any x, where the weight is.
 __device__ __forceinline__ float Weighed(float weight, float x) { return weight == 0 ? 0.f : weight * x; }
 
+// How much of what two neighbours' keys and queries read of the state counts, and of what they write at the
+// chunk's end, below 0 of tokens of another run; and whether a token is of the last one's run.
+__device__ __forceinline__ float2 OfKeys(const Weights& of, int token) { return LoadTwo(of.keys + token); }
+__device__ __forceinline__ float2 OfQueries(const Weights& of, int token) {
+  return LoadTwo(of.queries + token);
+}
+__device__ __forceinline__ float2 OfLeft(const Weights& of, int token) { return LoadTwo(of.left + token); }
+__device__ __forceinline__ bool IsOfLast(const Weights& of, int token) { return of.left[token] >= 0; }
+// Where channels have gates, tiles have the rest.
+template <int kD>
+__device__ __forceinline__ float2 OfKeys(const ChannelWeights<kD>& of, int token) {
+  return make_float2(token < of.continues, token + 1 < of.continues);
+}
+template <int kD>
+__device__ __forceinline__ float2 OfQueries(const ChannelWeights<kD>& of, int token) {
+  return OfKeys(of, token);
+}
+template <int kD>
+__device__ __forceinline__ float2 OfLeft(const ChannelWeights<kD>& of, int token) {
+  return make_float2(token < of.last ? -1.f : 1.f, token + 1 < of.last ? -1.f : 1.f);
+}
+template <int kD>
+__device__ __forceinline__ bool IsOfLast(const ChannelWeights<kD>& of, int token) {
+  return token >= of.last;
+}
+
+// What is left at a chunk's end of a state, [16, kCount * 2] of a warp.
+template <int kCount>
+__device__ __forceinline__ void Fade(float (&state)[kCount], const Weights& of) {
+#pragma unroll
+  for (float& each : state) each = Weighed(of.keeps, each);
+}
+template <int kCount, int kD>
+__device__ __forceinline__ void Fade(float (&state)[kCount], const ChannelWeights<kD>& of) {
+#pragma unroll
+  for (int i = 0; i < kCount; i += 4) {
+    const float2 keeps = LoadTwo(of.keeps + 2 * i + ssm::ColumnOf(0));
+#pragma unroll
+    for (int j = 0; j < 4; j += 2) {
+      state[i + j] = Weighed(keeps.x, state[i + j]);
+      state[i + j + 1] = Weighed(keeps.y, state[i + j + 1]);
+    }
+  }
+}
+
 // The left factor that results become, 16 columns `k`: each two neighbours through `fn(word, column, two)`.
 template <int kCount, typename Fn>
 __device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[kCount], int k, Fn&& fn) {
@@ -106,10 +171,11 @@ __device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[k
 }
 
 // kReads: it makes y. If not, what tokens write stands there instead.
-template <int kD, int kStages, typename Products, bool kReads = true>
+template <int kD, int kStages, typename Products, bool kReads = true, typename Gate = OfHead>
 struct Walk {
+  using OfTokens = typename Gate::template Weights<kD>;
   const WalkArgs& a;
-  WalkShared<kD, kStages>& s;
+  WalkShared<kD, kStages, Gate>& s;
   const int64_t row;
   const int head, first;   // channel of values
   float state[kD / 2];     // [16, kD] of the warp
@@ -125,23 +191,41 @@ struct Walk {
   }
 
   __device__ __forceinline__ void Fetch(int chunk) {
-    const int rows = a.s - chunk * kChunk, group = head / (a.h / a.g);
+    const int rows = a.s - chunk * kChunk;
     if (rows > 0) {
       auto& stage = s.stages[chunk % kStages];
-      const Chunk& of = a.chunks[(row * Chunks() + chunk) * a.h + head];
-      const int64_t stride = int64_t(a.g) * a.d;
-      const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + group * a.d;
-      stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);
-      stage.v.template Fetch<kThreads>(a.v + Values(chunk), int64_t(a.h) * a.e, rows, a.e - first);
-      stage.inverse.template Fetch<kThreads>(of.inverse, kChunk, kChunk, kChunk);
-      if (kReads) stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
-      if (kReads) stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
-      constexpr int kPieces = sizeof(Weights) / 16;
-      if (threadIdx.x < kPieces)
-        PrefetchOrZero16(reinterpret_cast<uint4*>(&s.weights[chunk % kStages]) + threadIdx.x,
-                         reinterpret_cast<const uint4*>(&of.weights) + threadIdx.x, true);
+      const int64_t index = (row * Chunks() + chunk) * a.h + head;
+      if constexpr (Gate::kByChannel) {
+        const auto& of = static_cast<const ChannelChunk<kD>*>(a.of_channels)[index];
+        FetchPieces<(kReads ? sizeof(of.tiles) : offsetof(ChannelTiles<kD>, q)) / 16>(&stage, &of.tiles);
+        FetchValues(stage, chunk, rows);
+        FetchPieces<sizeof(of.weights) / 16>(&s.weights[chunk % kStages], &of.weights);
+      } else {
+        const Chunk& of = a.chunks[index];
+        const int64_t stride = int64_t(a.g) * a.d, group = head / (a.h / a.g);
+        const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + group * a.d;
+        stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);
+        FetchValues(stage, chunk, rows);
+        stage.inverse.template Fetch<kThreads>(of.inverse, kChunk, kChunk, kChunk);
+        if (kReads) stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
+        if (kReads) stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
+        FetchPieces<sizeof(of.weights) / 16>(&s.weights[chunk % kStages], &of.weights);
+      }
     }
     CommitPrefetch();
+  }
+  template <typename Stage>
+  __device__ __forceinline__ void FetchValues(Stage& stage, int chunk, int rows) {
+    stage.v.template Fetch<kThreads>(a.v + Values(chunk), int64_t(a.h) * a.e, rows, a.e - first);
+  }
+  // kCount pieces of 16 bytes, as they lie.
+  template <int kCount>
+  __device__ __forceinline__ static void FetchPieces(void* to, const void* from) {
+#pragma unroll
+    for (int i = 0; i < kCount; i += kThreads)
+      if (i + kThreads <= kCount || i + int(threadIdx.x) < kCount)
+        PrefetchOrZero16(static_cast<uint4*>(to) + i + threadIdx.x,
+                         static_cast<const uint4*>(from) + i + threadIdx.x, true);
   }
 
   // Each number of the state: where it is in memory, or -1 where it is not.
@@ -165,7 +249,7 @@ struct Walk {
       uint32_t v[4];
       s.stages[stage].v.TransposedA(v, 16 * k, Band());
       AsLeft(off[k], of_keys, k, [&](int i, int token, float2 said) {
-        const float2 of_v = ssm::Unpack(v[i]), of = LoadTwo(s.weights[stage].keys + token);
+        const float2 of_v = ssm::Unpack(v[i]), of = OfKeys(s.weights[stage], token);
         const float2 beta = LoadTwo(s.weights[stage].betas + token);
         return make_float2(beta.x * (of_v.x - Weighed(of.x, said.x)),
                            beta.y * (of_v.y - Weighed(of.y, said.y)));
@@ -176,14 +260,14 @@ struct Walk {
   // Where a chunk has several runs: what the last one's tokens write, without any of the others', as 0 times
   // an inf would stay; nor their keys.
   __device__ __forceinline__ void OnlyLastRun(int stage, Left& off, Results& written) {
-    const float* left = s.weights[stage].left;
+    const OfTokens& weights = s.weights[stage];
 #pragma unroll
     for (float& each : written) each = 0;
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 of = LoadTwo(left + 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
+        const float2 of = OfLeft(weights, 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
         off[k][i] &= (of.x < 0 ? 0u : 0xffffu) | (of.y < 0 ? 0u : 0xffff0000u);
       }
     Products::Begin(written);
@@ -191,7 +275,7 @@ struct Walk {
     Products::Commit();
     Products::template Wait<0>(written);
     __syncthreads();  // none reads k any more
-    s.stages[stage].k.template Keep<kThreads>([&](int token) { return left[token] >= 0; });
+    s.stages[stage].Left().template Keep<kThreads>([&](int token) { return IsOfLast(weights, token); });
     Meet();
   }
 
@@ -225,7 +309,7 @@ struct Walk {
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void Step(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
-    const Weights& weights = s.weights[stage];
+    const OfTokens& weights = s.weights[stage];
     uint32_t of_state[kD / 16][4];
     Left off, left, kept;
     Results of_keys = {}, of_queries = {}, written = {};
@@ -248,8 +332,7 @@ struct Walk {
       Products::template Wait<1>(of_queries);
       WeighQueries(weights, of_queries);
     }
-#pragma unroll
-    for (float& each : state) each = Weighed(weights.keeps, each);
+    Fade(state, weights);
     Products::template Wait<0>(written);
     if (!kReads) PackY(written);
 #pragma unroll
@@ -261,11 +344,11 @@ struct Walk {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
       AsLeft(kept[k], written, k, [&](int, int token, float2 two) {
-        const float2 of = LoadTwo(weights.left + token);
+        const float2 of = OfLeft(weights, token);
         return make_float2(of.x < 0 ? 0.f : of.x * two.x, of.y < 0 ? 0.f : of.y * two.y);
       });
     Products::Begin(state);
-    Products::template Across<kD>(state, kept, tiles.k);
+    Products::template Across<kD>(state, kept, tiles.Left());
     Products::Commit();
     if (kReads) {
       Products::template Wait<1>(of_queries);
@@ -273,10 +356,10 @@ struct Walk {
     }
     Products::template Wait<0>(state);
   }
-  __device__ __forceinline__ void WeighQueries(const Weights& weights, Results& of_queries) {
+  __device__ __forceinline__ void WeighQueries(const OfTokens& weights, Results& of_queries) {
 #pragma unroll
     for (int i = 0; i < kChunk / 2; i += 2) {
-      const float2 of = LoadTwo(weights.queries + i / 4 * 8 + ssm::ColumnOf(0));
+      const float2 of = OfQueries(weights, i / 4 * 8 + ssm::ColumnOf(0));
       of_queries[i] = Weighed(of.x, of_queries[i]), of_queries[i + 1] = Weighed(of.y, of_queries[i + 1]);
     }
   }
@@ -311,11 +394,12 @@ struct Walk {
   }
 };
 
-template <int kD, int kStages>
+template <int kD, int kStages, typename Gate>
 __global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2) te_gated_delta_fwd(const WalkArgs a) {
   extern __shared__ uint4 memory[];
-  auto& shared = *reinterpret_cast<WalkShared<kD, kStages>*>(memory);
-  Walk<kD, kStages, WarpProducts>{a, shared, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}.Run();
+  auto& shared = *reinterpret_cast<WalkShared<kD, kStages, Gate>*>(memory);
+  Walk<kD, kStages, WarpProducts, true, Gate>{a, shared, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}
+      .Run();
 }
 
 }  // namespace te::delta

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "base/check.h"
-#include "delta/delta.cuh"
+#include "delta/channel.cuh"
 
 namespace te::delta {
 
@@ -20,6 +20,8 @@ struct DeltaCall {
   int64_t rows, e;
   ChunkArgs chunks;
   int64_t chunk_bytes;  // of all chunks of all heads
+  Axes gates;           // of gate
+  bool by_channel;      // whether each channel of keys has one
 };
 
 inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
@@ -28,11 +30,13 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
   const Axes values(of.v), of_keys(of.k);
   const int64_t rows = values[0], s = values[1], h = values[2], e = values[3], g = of_keys[2], d = of_keys[3];
   const Axes keys = values.First(2) + Axes{g, d}, heads = values.First(3), state{rows, h, d, e};
+  const bool by_channel = of.gate.rank == 4 && of.gate.sizes[3] != 1;
+  const Axes gates = heads + Axes{by_channel ? d : 1};
   TE_TRY(Expect(of.op, {{"q", of.q, BF16, keys},
                         {"k", of.k, BF16, keys},
                         {"v", of.v, BF16, values},
                         {"beta", of.beta, F32, heads},
-                        {"gate", of.gate, F32, heads + Axes{1}},
+                        {"gate", of.gate, F32, gates},
                         {"segments", of.runs, S32, values.First(2), kOptional}}));
   constexpr int64_t kMost = 128;
   const std::string k = of.k.shape(), v = of.v.shape();
@@ -44,8 +48,9 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
   TE_CHECK(s <= INT32_MAX - kKept && h * d * e <= INT32_MAX && rows <= 65535 && g <= 65535,
            "%s: v is %s, too large for one call", of.op, v.c_str());
   const Axes kept{rows, CeilDiv(s, kKept), h, d, e};
-  *call = {
-      values, keys, heads, state, kept, rows, e, {}, rows * CeilDiv(s, kChunk) * h * int64_t(sizeof(Chunk))};
+  const int64_t of_chunk = by_channel ? ChannelBytes(d) : int64_t(sizeof(Chunk));
+  *call = {values, keys,      heads, state, kept, rows, e, {}, rows * CeilDiv(s, kChunk) * h * of_chunk,
+           gates,  by_channel};
   call->chunks = {Data<const Bf16>(of.q),
                   Data<const Bf16>(of.k),
                   Data<const float>(of.beta),

@@ -17,6 +17,7 @@ CHUNK, KEPT = 64, 512
 # s, h, g, d, e: one token, chunks that are full and not, more of them than stages, wide and narrow tiles, two slabs of
 # values one of which is not full, states that are kept.
 CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 64, 72), (580, 1, 1, 24, 16)]
+CHANNEL_CASES = [(200, 2, 1, 128, 64, True), (130, 1, 1, 24, 72, True)]
 # Roundings to bf16 that a term passes at most, as in tests/ops/test_cuda_gated_delta.py.
 ERROR = oracle.ERROR + 5 * 2.0**-9
 
@@ -52,6 +53,36 @@ class Chunk(NamedTuple):
         )
 
 
+class ChannelChunk(NamedTuple):
+    """The same where each channel has a gate: what csrc/delta/channel.cuh has."""
+
+    k: np.ndarray
+    left: np.ndarray
+    inverse: np.ndarray
+    q: np.ndarray
+    seen: np.ndarray
+    keeps: np.ndarray
+    betas: np.ndarray
+    counts: tuple
+
+    def bytes(self):
+        tiles, d = self[:5], 64 if self.k.shape[1] <= 64 else 128
+        parts = [in_boxes(a, d if a.shape[1] == self.k.shape[1] else CHUNK) for a in tiles]
+        keeps = np.pad(self.keeps, (0, d - len(self.keeps)))
+        return b"".join(
+            a.tobytes() for a in (*parts, np.append(keeps, self.betas).astype(f32), np.array(self.counts, np.int32))
+        )
+
+
+def in_boxes(a, columns):
+    """A tile as warpgroups' products want it (csrc/ssm/tiles.cuh)."""
+    row, column = np.mgrid[:CHUNK, :columns]
+    at = (column // 64 * CHUNK + row) * 64 + (column // 8 ^ row) % 8 * 8 + column % 8
+    out = np.zeros(CHUNK * columns, bf16)
+    out[at] = np.pad(a, [(0, 0), (0, columns - a.shape[1])])
+    return out
+
+
 def filled(a):
     """With zeros up to whole chunks, in float64."""
     return np.pad(a.astype(np.float64), [(0, -len(a) % CHUNK), *[(0, 0)] * (a.ndim - 1)])
@@ -84,6 +115,33 @@ def chunks_of(given, runs):
     return [[chunk(first, head) for head in range(h)] for first in range(0, s, CHUNK)]
 
 
+def channel_chunks_of(given, runs):
+    """Of one row: [chunks][h] of ChannelChunk."""
+    (s, h, _), g, d = given["v"].shape, *given["q"].shape[1:]
+    q, k, beta, gate = (filled(given[name]) for name in ("q", "k", "beta", "gate"))
+    own = np.pad(runs, (0, -s % CHUNK), mode="edge")
+    before = np.pad(own, (1, 0), mode="edge")
+    unit = lambda a: a / np.sqrt(np.sum(a * a, -1, keepdims=True) + 1e-6)
+
+    def chunk(first, head):
+        at = slice(first, first + CHUNK)
+        same, continues = own[at, None] == own[None, at], own[at] == before[first]
+        of_q, of_k = (unit(a[at, head // (h // g)]) for a in (q, k))
+        sums = np.cumsum(np.maximum(gate[at, head], -100), 0)
+        seen = np.tril(same)[..., None] * np.exp(np.minimum(sums[:, None] - sums, 0))
+        betas = beta[at, head]
+        of_keys = np.einsum("ic,jc,ijc->ij", of_k, of_k, seen)
+        inverse = np.linalg.inv(np.eye(CHUNK) + np.tril(betas[:, None] * of_keys, -1))
+        since, of_query = continues[:, None] * np.exp(sums), of_q * d**-0.5
+        return ChannelChunk(
+            of_k * since, of_k * np.exp(sums[-1] - sums) * same[-1][:, None], inverse * same, of_query * since,
+            np.einsum("ic,jc,ijc->ij", of_query, of_k, seen), since[-1], betas,
+            (not same[0, -1], continues.sum(), np.argmax(same[-1]), 0),
+        )  # fmt: skip
+
+    return [[chunk(first, head) for head in range(h)] for first in range(0, s, CHUNK)]
+
+
 def in_bytes(chunks):
     return np.frombuffer(b"".join(chunk.bytes() for heads in chunks for chunk in heads), np.uint8)
 
@@ -95,17 +153,18 @@ def results_of(blob, like):
     return [np.frombuffer(part, a.dtype).reshape(a.shape) for a, part in zip(like, parts)]
 
 
-@pytest.mark.parametrize("s, h, g, d, e", CASES, ids=str)
-def test_walk(walk, rng, s, h, g, d, e):
+@pytest.mark.parametrize("s, h, g, d, e, by_channel", [*((*case, False) for case in CASES), *CHANNEL_CASES], ids=str)
+def test_walk(walk, rng, s, h, g, d, e, by_channel):
     """Six rows, each a call of its own, of other gates and segments."""
-    rows, _, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=6)
+    rows, _, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=6)
     for i, ids in enumerate(segments):
         given = jax.tree.map(lambda a: a[i], rows)  # noqa: B023
         runs = np.cumsum(np.diff(ids, prepend=ids[0]) != 0)
         shapes = ((s, h, e), bf16), ((h, d, e), f32), ((-(-s // KEPT), h, d, e), f32)
         results = [np.full(shape, np.nan, dtype) for shape, dtype in shapes]
-        arrays = [*(given[name] for name in "qkv"), in_bytes(chunks_of(given, runs)), given["initial_state"], *results]
-        y, last, kept = results_of(program.call(walk, [1, s, h, g, d, e], arrays), results)
+        chunks = in_bytes((channel_chunks_of if by_channel else chunks_of)(given, runs))
+        arrays = [*(given[name] for name in "qkv"), chunks, given["initial_state"], *results]
+        y, last, kept = results_of(program.call(walk, [1, s, h, g, d, e, by_channel], arrays), results)
         with jax.enable_x64(True):
             wide = jax.tree.map(lambda a: a.astype(np.float64), given)
             want, want_last = jax.device_get(jax.jit(oracle.rule)(wide, ids))

@@ -8,30 +8,35 @@ namespace {
 
 using namespace te::delta;
 
-template <int kD>
+template <int kD, typename Gate>
 void Run(const WalkArgs& a, int rows) {
   const unsigned heads = a.h, slabs = (a.e + kSlab - 1) / kSlab;
-  cluster::Launch(heads * slabs * rows, 1, kThreads, sizeof(HopperShared<kD>), [&] {
+  cluster::Launch(heads * slabs * rows, 1, kThreads, sizeof(HopperShared<kD, Gate>), [&] {
     const unsigned i = blockIdx.x;
     blockIdx = {i % heads, i / heads % slabs, i / heads / slabs};
-    te_gated_delta_fwd_hopper<kD>(a);
+    te_gated_delta_fwd_hopper<kD, Gate>(a);
   });
 }
 
 }  // namespace
 
 int main() {
-  int32_t n[6];  // rows, tokens, heads of values and of keys, channels of keys and of values
+  int32_t n[7];  // rows, tokens, heads of values and of keys, channels of keys and of values; whether the
+                 // keys' have gates
   cluster::Read(n, sizeof(n));
   WalkArgs a{};
   using cluster::ReadArray;
   a.s = n[1], a.h = n[2], a.g = n[3], a.d = n[4], a.e = n[5];
   a.q = ReadArray<Bf16>(), a.k = ReadArray<Bf16>(), a.v = ReadArray<Bf16>(), a.chunks = ReadArray<Chunk>();
+  if (n[6]) a.of_channels = a.chunks;
   a.initial = ReadArray<float>();
   size_t bytes[3];  // of results, filled with what shows that nothing was written
   a.y = ReadArray<Bf16>(&bytes[0]), a.last = ReadArray<float>(&bytes[1]),
   a.states = ReadArray<float>(&bytes[2]);
-  (a.d <= 64 ? Run<64> : Run<128>)(a, n[0]);
+  if (n[6])
+    (a.d <= 64 ? Run<64, OfChannel> : Run<128, OfChannel>)(a, n[0]);
+  else
+    (a.d <= 64 ? Run<64, OfHead> : Run<128, OfHead>)(a, n[0]);
   std::fwrite(a.y, 1, bytes[0], stdout), std::fwrite(a.last, 1, bytes[1], stdout);
   std::fwrite(a.states, 1, bytes[2], stdout);
 }

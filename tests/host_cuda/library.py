@@ -43,6 +43,7 @@ SOURCES = (
     "scan_bwd_chunks",
     "scan_bwd_states",
     "steps",
+    "channel_chunks",
     "delta_bwd",
     "delta_bwd_chunks",
     "delta_bwd_walk",

@@ -28,6 +28,16 @@ CASES = [
     (580, 1, 1, 8, 8, ("initial_state",)),
     (4099, 2, 1, 128, 128, ()),
 ]
+# With a gate for each channel: several bands of 16 tokens, a chunk that is not full, one more.
+CHANNEL_CASES = [
+    (1, 2, 2, 8, 8, ()),
+    (37, 2, 1, 16, 40, ()),
+    (64, 1, 1, 128, 128, ("initial_state",)),
+    (65, 2, 2, 64, 64, ("segments",)),
+    (130, 1, 1, 72, 72, ()),
+    (580, 1, 1, 8, 8, ()),
+    (4099, 2, 2, 128, 128, ()),
+]
 LITTLE = [CASES[3], (65, 1, 1, 128, 8, ())]  # with little shared memory
 # The state, its difference from v, the inverse, what a token writes, and what is seen or left of that are rounded to
 # bf16 as operands of products: a term passes at most five roundings, and the row's largest number is as large as any.
@@ -35,11 +45,14 @@ ERROR = oracle.ERROR + 5 * 2.0**-9
 # In gradients these are the four of what a token writes, or less; on the way back the state's gradient, what reaches a
 # token's writing, the inverse, and what that makes of it; and where both meet, what pairs of tokens sum up to.
 GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
+# With a gate for each channel both factors of what tokens see of each other are rounded, too, and keys and queries that
+# read the state or are left of it; on the way back also the gradients to what tokens see.
+CHANNEL_ERRORS = ERROR + 2 * 2.0**-9, GRADIENT_ERROR + 3 * 2.0**-9
 
 
-def check(rng, s, h, g, d, e, absent, normalize=True, count=6):
+def check(rng, s, h, g, d, e, absent, normalize=True, count=6, by_channel=False, errors=(ERROR, GRADIENT_ERROR)):
     """Results and all gradients of some rows."""
-    given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=count)
+    given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=count)
     given = {name: a for name, a in given.items() if name not in absent}
     if not normalize:  # of length 1 but for a rounding, so that the state does not grow
         unit = lambda a: (a / np.linalg.norm(a.astype(np.float32), axis=-1, keepdims=True)).astype(a.dtype)
@@ -57,7 +70,7 @@ def check(rng, s, h, g, d, e, absent, normalize=True, count=6):
     wide = jax.tree.map(lambda a: a.astype(np.float64), (given, cotangents))
     with jax.enable_x64(True):
         want = jax.device_get(jax.jit(jax.vmap(theirs))(wide[0], segments, wide[1]))
-    for at, mine, exact, error in zip(("", "d"), got, want, (ERROR, GRADIENT_ERROR)):
+    for at, mine, exact, error in zip(("", "d"), got, want, errors):
         for name, each in mine.items():
             oracle.near(each, exact[name], at + name, error)
 
@@ -67,6 +80,12 @@ def test_gated_delta(rng, monkeypatch, s, h, g, d, e, absent):
     """The backward pass in slabs of one row and 512 tokens."""
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 1)
     check(rng, s, h, g, d, e, absent)
+
+
+@pytest.mark.parametrize("s, h, g, d, e, absent", CHANNEL_CASES)
+def test_gates_of_channels(rng, monkeypatch, s, h, g, d, e, absent):
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 1)
+    check(rng, s, h, g, d, e, absent, by_channel=True, errors=CHANNEL_ERRORS)
 
 
 def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
@@ -83,23 +102,26 @@ def test_keys_as_they_are(rng):
     check(rng, 70, 2, 1, 64, 16, (), normalize=False)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("s, h, g, d, e, absent", LITTLE)
-def test_little_shared_memory(rng, request, s, h, g, d, e, absent):
+def test_little_shared_memory(rng, request, s, h, g, d, e, absent, by_channel):
     """As GPUs have it that are no Hopper: one stage."""
     if not (path := request.config.getoption("--host-kernels")):
         pytest.skip("the GPU's shared memory is what it is")
     held = ctypes.c_int.in_dll(ctypes.CDLL(path), "te_host_shared_bytes")
     request.addfinalizer(lambda before=held.value: setattr(held, "value", before))
     held.value = 99 << 10
-    check(rng, s, h, g, d, e, absent)
+    errors = CHANNEL_ERRORS if by_channel else (ERROR, GRADIENT_ERROR)
+    check(rng, s, h, g, d, e, absent, by_channel=by_channel, errors=errors)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("end", [72, 100])
-def test_what_is_not_finite_stays_in_its_run(rng, end):
+def test_what_is_not_finite_stays_in_its_run(rng, end, by_channel):
     """Keys, values, betas and gates, of a run that ends in the chunk where the next one begins, or within the same 16
     tokens: all tokens of that chunk may get it, later chunks not; nor what was in the memory of results."""
     s, bad, h, d, e = 200, 67, 2, 16, 16
-    given, _, _ = oracle.rows_of(rng, s, h, h, d, e, False, bf16, count=6)
+    given, _, _ = oracle.rows_of(rng, s, h, h, d, e, by_channel, bf16, count=6)
     given.pop("initial_state")
     ids = np.broadcast_to(np.arange(s) >= end, (6, s)).astype(np.int32)
     clean = {name: a.copy() for name, a in given.items()}
@@ -115,8 +137,9 @@ def test_what_is_not_finite_stays_in_its_run(rng, end):
     chunk = np.arange(s) // 64 == bad // 64
     assert np.isnan(np.asarray(y, np.float32)[:, bad:end]).all()
     # Sums of gates begin with other ones, so numbers are rounded another way: both are as far from what is exact.
-    oracle.near(y[:, ~chunk], want[:, ~chunk], "y", 2 * ERROR)
-    oracle.near(final, want_final, "final", 2 * ERROR)
+    error = CHANNEL_ERRORS[0] if by_channel else ERROR
+    oracle.near(y[:, ~chunk], want[:, ~chunk], "y", 2 * error)
+    oracle.near(final, want_final, "final", 2 * error)
 
 
 def test_what_is_not_finite_stays_in_its_run_on_the_way_back(rng):
@@ -193,6 +216,6 @@ def test_which_calls_have_a_kernel():
     of = lambda dtype=bf16, d=128, e=128, c=1: [
         jax.ShapeDtypeStruct((1, 9, 2, n), t) for n, t in ((d, dtype), (d, dtype), (e, dtype), (c, f32))
     ]
-    assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8)))
-    without = dict(dtype=f32), dict(d=136), dict(e=256), dict(d=12), dict(c=128)
+    assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8), dict(c=128)))
+    without = dict(dtype=f32), dict(d=136), dict(e=256), dict(d=12), dict(d=12, c=12)
     assert not any(kernels._rule_has_kernel(*of(**case)) for case in without)

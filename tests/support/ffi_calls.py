@@ -53,6 +53,8 @@ def _with_other_operands() -> Iterator[Case]:
     operands = (*[bf16] * 3, f32, f32, jnp.int32, f32)
     yield replace(delta, name="gated_delta_bf16", dtypes=operands, **of_delta)
     yield replace(by_name["gated_delta_bwd"], name="gated_delta_bwd_bf16", dtypes=(bf16, f32, *operands), **of_delta)
+    of_delta["ones"] = {}  # a gate for each channel
+    yield replace(delta, name="gated_delta_channel", dtypes=operands, **of_delta)
     for ones in ((), ("g",), ("b...0", "g")):
         yield replace(by_name["attention_bias_h_bwd"], name=f"attention_bias{ones}_bwd", ones={"bias": ones})
 

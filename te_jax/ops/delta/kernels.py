@@ -18,6 +18,8 @@ _MOST = 128  # channels
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
 _RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange, about as much as L2 holds
 _CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
+# The same where channels have gates, of 64 channels or 128, as csrc/delta/channel.cuh has them.
+_CHANNEL_BYTES = {d: 3 * CHUNK * d * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (d + CHUNK) + 16 for d in (64, 128)}
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -27,7 +29,7 @@ def _rule_has_kernel(q, k, v, gate):
     d, e = k.shape[-1], v.shape[-1]
     sizes_fit = sizes_known and 0 not in v.shape and all(n % 8 == 0 and 8 <= n <= _MOST for n in (d, e))
     sizes_fit = sizes_fit and max(prod(v.shape[:-3]), k.shape[-2]) <= _MOST_ROWS
-    return sizes_fit and in_bf16 and gate.shape[-1] == 1
+    return sizes_fit and in_bf16 and gate.shape[-1] in (1, d)
 
 
 def rule(
@@ -48,7 +50,7 @@ def rule_bwd(
     gate: Any, segments: Any, states: Any, **attrs: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """The `cuda` of te_gated_delta_bwd."""
-    if not _rule_has_kernel(q, k, v, gate):
+    if not _rule_has_kernel(q, k, v, gate) or gate.shape[-1] > 1:
         return reference(dy, dfinal, q, k, v, beta, gate, segments, states, **attrs)
     dy, types = dy.astype(v.dtype), dict(dbeta=beta.dtype, dgate=gate.dtype)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
@@ -71,18 +73,19 @@ def _slab_of_rule(rows, s, h, e, d):
     return dict(slab_rows=slab_rows, slab_tokens=min(tokens, max(1, ceil_div(s, CHUNK)) * CHUNK))
 
 
-def rule_workspace(q: Any, k: Any, v: Any, *_: Any, **attrs: Any) -> int:
+def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attrs: Any) -> int:
     """Bytes."""
-    rows, s, h, _ = v.shape
-    return rows * ceil_div(s, CHUNK) * h * _CHUNK_BYTES
+    (rows, s, h, _), d = v.shape, k.shape[-1]
+    of_chunk = _CHUNK_BYTES if gate.shape[-1] == 1 else _CHANNEL_BYTES[64 if d <= 64 else 128]
+    return rows * ceil_div(s, CHUNK) * h * of_chunk
 
 
 def rule_bwd_workspace(
-    dy: Any, dfinal: Any, q: Any, k: Any, v: Any, *_: Any, outputs: tuple[str, ...], slab_rows: int, slab_tokens: int,
-    **attrs: Any,
+    dy: Any, dfinal: Any, q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, outputs: tuple[str, ...],
+    slab_rows: int, slab_tokens: int, **attrs: Any,
 ) -> int:  # fmt: skip
     """Bytes, as csrc/base/ops.h has them."""
     (rows, _, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
     carried = 0 if "dinitial" in outputs else rows * h * d * e * 4
-    sizes = rule_workspace(q, k, v), carried, 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
+    sizes = rule_workspace(q, k, v, beta, gate), carried, 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
     return sum(ceil_div(size, 256) * 256 for size in sizes)

@@ -1,0 +1,90 @@
+// Gates of channels within a chunk of tokens. No sum of logarithms is the difference of two others but within
+// a band of 16 tokens. Between bands what is left is split where a band begins, so that both factors are at
+// most 1.
+#pragma once
+
+#include "delta/inverse.cuh"
+
+namespace te::delta {
+
+constexpr int kBands = kChunk / kBand;
+
+// Of a band's tokens: the most that a channel's gates may be, but for the sign, for products that are split
+// where the band begins. Their one factor is up to 2^kMostSplit then, so that neither is beyond f32.
+constexpr float kMostSplit = 96;
+
+template <int kD>
+struct ChannelSums {
+  static constexpr int kPitch = kD + 8;  // rows of an operand lie in different banks
+  // Of the logarithms to base 2 of what is left, from where a token's band begins up to the token.
+  alignas(16) float of[kChunk * kPitch];
+  int spoiled[kChunk];  // whether a gate of the token is no number below inf
+
+  __device__ __forceinline__ const float* At(int token, int channel) const {
+    return of + token * kPitch + channel;
+  }
+  __device__ __forceinline__ float2 Two(int token, int channel) const {
+    return *reinterpret_cast<const float2*>(At(token, channel));
+  }
+  // Of a band; of the bands from `first` on up to before `end`.
+  __device__ __forceinline__ float2 Band(int band, int channel) const {
+    return Two(band * kBand + kBand - 1, channel);
+  }
+  __device__ __forceinline__ float2 Bands(int first, int end, int channel) const {
+    float2 sum = make_float2(0, 0);
+#pragma unroll
+    for (int i = 0; i < kBands; ++i)
+      if (i >= first && i < end) {
+        const float2 of_band = Band(i, channel);
+        sum.x += of_band.x, sum.y += of_band.y;
+      }
+    return sum;
+  }
+  // Of 16 channels of a band, whether products may be split. All lanes of a warp call it.
+  __device__ __forceinline__ bool Splits(int band, int channel) const {
+    const float sum = *At(band * kBand + kBand - 1, channel + Lane() % 16);
+    return WarpMax(unsigned(-sum > kMostSplit)) == 0;
+  }
+
+  // gates: of the chunk's first token, of which `rows` are there, `stride` apart, each of `channels`. All kBy
+  // threads of the CTA call it, and meet at barriers before, where `spoiled` is 0, and behind.
+  template <int kBy>
+  __device__ __forceinline__ void Set(const float* gates, int64_t stride, int rows, int channels) {
+    constexpr int kParts = kBy / kD;  // threads of a channel
+    static_assert(kBy % kD == 0 && kBands % kParts == 0);
+    const int channel = threadIdx.x % kD, first = threadIdx.x / kD * (kBands / kParts);
+    for (int band = first; band < first + kBands / kParts; ++band) {
+      float gate[kBand], sum = 0;
+#pragma unroll
+      for (int i = 0; i < kBand; ++i) {
+        const int token = band * kBand + i;
+        gate[i] = token < rows && channel < channels ? gates[token * stride + channel] : 0.f;
+      }
+#pragma unroll
+      for (int i = 0; i < kBand; ++i) {
+        // A NaN goes to beta, for in the sums it would be of later runs, too.
+        const bool is_number = gate[i] < INFINITY;
+        const float log = gate[i] * kLog2E;
+        if (!is_number) spoiled[band * kBand + i] = 1;
+        sum += is_number && log > kLeast ? log : kLeast;
+        of[(band * kBand + i) * kPitch + channel] = sum;
+      }
+    }
+  }
+};
+
+// x, words of an operand's two neighbours in 16 tokens from `token` on and 16 channels from `channel` on:
+// each number times exp2 of `log(token, channel)`, of two channels. As kLeft has them Tile::A, else
+// Tile::TransposedB.
+template <bool kLeft, typename Log>
+__device__ __forceinline__ void WeighChannels(uint32_t (&x)[4], int token, int channel, Log&& log) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int down = kLeft ? i % 2 : i / 2, right = kLeft ? i / 2 : i % 2;
+    const float2 by = log(token + Lane() / 4 + 8 * down, channel + ssm::ColumnOf(0) + 8 * right);
+    const float2 two = ssm::Unpack(x[i]);
+    x[i] = ssm::Pack(two.x * Exp2(by.x), two.y * Exp2(by.y));
+  }
+}
+
+}  // namespace te::delta
