@@ -26,6 +26,13 @@ Status IsHopper(bool* is_hopper) {
   return {};
 }
 
+Status Multiprocessors(int* count) {
+  int device = 0;
+  TE_CUDA(cudaGetDevice(&device));
+  TE_CUDA(cudaDeviceGetAttribute(count, cudaDevAttrMultiProcessorCount, device));
+  return {};
+}
+
 Status ExpectHopper(const char* op) {
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));

@@ -8,6 +8,9 @@ namespace te {
 // Whether the current device is a Hopper (9.0).
 Status IsHopper(bool* is_hopper);
 
+// How many multiprocessors it has.
+Status Multiprocessors(int* count);
+
 // Unimplemented, naming the op, unless the current device is a Hopper.
 Status ExpectHopper(const char* op);
 

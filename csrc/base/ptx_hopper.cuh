@@ -150,12 +150,19 @@ __device__ __forceinline__ void WaitForStores() { asm volatile("cp.async.bulk.wa
 // Copies and products that follow see what this thread wrote into its CTA's shared memory.
 __device__ __forceinline__ void FenceAsync() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Four 8 x 8 matrices of 16-bit numbers from their registers; lane l has the address of row l % 8 of l / 8.
+// Four 8 x 8 matrices of 16-bit numbers from their registers, or their transposes; lane l has the address of
+// row l % 8 of l / 8.
+template <bool kTransposed = false>
 __device__ __forceinline__ void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c,
                                               uint32_t d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
-               "r"(b), "r"(c), "r"(d)
-               : "memory");
+  if constexpr (kTransposed)
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address),
+                 "r"(a), "r"(b), "r"(c), "r"(d)
+                 : "memory");
+  else
+    asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(a),
+                 "r"(b), "r"(c), "r"(d)
+                 : "memory");
 }
 __device__ __forceinline__ float2 LoadShared8(uint32_t address) {
   float2 v;

@@ -6,13 +6,14 @@
 
 namespace te::delta {
 
-template <int kD>
-__global__ void __launch_bounds__(kThreads, 1) te_gated_delta_bwd_walk_hopper(const GradArgs a) {
+template <int kD, int kGroups>
+__global__ void __launch_bounds__(kWalkThreads<kGroups>, 1) te_gated_delta_bwd_walk_hopper(const GradArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
+  auto& s = *reinterpret_cast<HopperShared<kD, OfHead, kGroups>*>(shared);
   LetNextStart();
-  AwaitPrevious();
-  RunGradWalk<kD, kHopperStages, GroupProducts>(a, *reinterpret_cast<HopperShared<kD>*>(shared));
+  RunGradWalk<kD, kHopperStages<OfHead, kGroups>, GroupProducts, kGroups>(
+      a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 232>(s, walk); });
 #else
   __trap();  // compiled only for Hopper
 #endif

@@ -7,7 +7,8 @@ namespace {
 template <int kD, int kStages>
 __global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2) te_gated_delta_bwd_walk(const GradArgs a) {
   extern __shared__ uint4 memory[];
-  RunGradWalk<kD, kStages, WarpProducts>(a, *reinterpret_cast<WalkShared<kD, kStages>*>(memory));
+  auto& shared = *reinterpret_cast<WalkShared<kD, kStages>*>(memory);
+  RunGradWalk<kD, kStages, WarpProducts, 1>(a, shared, 0, [](auto&& walk) { WalkAlong(walk); });
 }
 
 template <int kD, int kStages>
@@ -15,7 +16,7 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
   const auto kernel = te_gated_delta_bwd_walk<kD, kStages>;
   constexpr size_t kBytes = sizeof(WalkShared<kD, kStages>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  kernel<<<GradWalkGrid(a), kThreads, kBytes, stream>>>(a);
+  kernel<<<GradWalkGrid(a, 1), kThreads, kBytes, stream>>>(a);
   TE_LAUNCHED();
 }
 

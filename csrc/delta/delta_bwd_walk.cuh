@@ -7,41 +7,54 @@ namespace te::delta {
 
 // Forward over kKept tokens, or, kBack, over the slab's from the last to the first. Back, `state` is the
 // gradient to the state behind a chunk, [16, kD] of the warp, with channels of values as rows as it has them.
-template <int kD, int kStages, typename Products, bool kBack>
-struct GradWalk : Walk<kD, kStages, Products, kBack> {
-  using Base = Walk<kD, kStages, Products, kBack>;
-  using Base::a, Base::s, Base::row, Base::head, Base::first, Base::state, Base::y;
+template <int kD, int kStages, typename Products, bool kBack, int kGroups = 1>
+struct GradWalk : Walk<kD, kStages, Products, kBack, OfHead, kGroups> {
+  using Base = Walk<kD, kStages, Products, kBack, OfHead, kGroups>;
+  using Base::a, Base::s, Base::row, Base::head, Base::first, Base::group, Base::state, Base::y;
   const GradArgs& of;
   const int row_of_slab, first_chunk, chunks;  // of the slab
+  const float* from;  // [.., h, d, e], or nullptr: zeros. The state that it begins with is there at `index`.
+  const int64_t index;
 
   __device__ __forceinline__ int Chunk(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
   __device__ __forceinline__ int OfRow(int i) const { return of.slab.first_token / kChunk + Chunk(i); }
-  __device__ __forceinline__ void FetchNext(int i) {
-    if (i < chunks)
-      Base::Fetch(OfRow(i));
-    else
-      CommitPrefetch();
-  }
-  __device__ __forceinline__ void WriteTokens(int i) {
-    const int token = Chunk(i) * kChunk;
-    Bf16* const to = kBack ? of.gradients_written : of.written;
-    Base::Write(to + of.Written(row_of_slab, token, head, first), a.s - of.slab.first_token - token);
-  }
   // The state, rounded, as rows of values.
   __device__ __forceinline__ void Keep(int chunk) const {
-    Bf16* const to = (kBack ? of.gradients : of.states) + of.State(row_of_slab, chunk, head);
+    const int value = Base::Band() + ssm::RowOf(0), key = ssm::ColumnOf(0);
+    Bf16* const to = (kBack ? of.gradients : of.states) + of.State(row_of_slab, chunk, head) +
+                     int64_t(first + value) * a.d + key;
+    const bool all = a.d == kD && first + kSlab <= a.e;
 #pragma unroll
-    for (int i = 0; i < kD / 2; i += 2) {
-      const int value = first + Base::Band() + ssm::RowOf(i % 4), key = i / 4 * 8 + ssm::ColumnOf(0);
-      if (value < a.e && key < a.d)
-        *reinterpret_cast<uint32_t*>(to + int64_t(value) * a.d + key) = ssm::Pack(state[i], state[i + 1]);
-    }
+    for (int i = 0; i < kD / 2; i += 2)
+      if (all || (first + value + i % 4 / 2 * 8 < a.e && key + i / 4 * 8 < a.d))
+        *reinterpret_cast<uint32_t*>(to + i % 4 / 2 * 8 * a.d + i / 4 * 8) =
+            ssm::Pack(state[i], state[i + 1]);
+  }
+
+  __device__ __forceinline__ int Count() const { return chunks; }
+  __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(OfRow(i), i % kStages); }
+  __device__ __forceinline__ Bf16* To(int i) const {
+    Bf16* const to = kBack ? of.gradients_written : of.written;
+    return to + of.Written(row_of_slab, Chunk(i) * kChunk, head, first);
+  }
+  __device__ __forceinline__ int Rows(int i) const { return a.s - of.slab.first_token - Chunk(i) * kChunk; }
+  __device__ __forceinline__ void Begin() { Base::Load(from, index); }
+  template <typename Fetch, typename Write>
+  __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
+    Keep(Chunk(i));
+    if constexpr (kBack)
+      StepBack(i % kStages, fetch, write);
+    else
+      Base::Step(i % kStages, fetch, write);
+  }
+  __device__ __forceinline__ void End() {
+    if (kBack) Base::Store(of.before, index);
   }
 
   // What dy and the state's gradient are to what tokens write, then to what they would write without each
   // other: dW = seen^T dy + left k' G, and inverse^T dW.
-  __device__ __forceinline__ void StepBack(int i) {
-    const int stage = OfRow(i) % kStages;
+  template <typename Fetch, typename Write>
+  __device__ __forceinline__ void StepBack(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
     const Weights& weights = s.weights[stage];
     uint32_t of_state[kD / 16][4];
@@ -50,13 +63,12 @@ struct GradWalk : Walk<kD, kStages, Products, kBack> {
     const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
-    if (kStages > 1) FetchNext(i + Base::kAhead);
+    fetch();
 #pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) tiles.v.TransposedA(of_dy[k], 16 * k, Base::Band());
+    for (int k = 0; k < kChunk / 16; ++k) tiles.v[group].TransposedA(of_dy[k], 16 * k, Base::Band());
     Products::Begin(written);
     Products::template Along<kD>(written, of_state, tiles.k);
     Products::Commit();
-    if (i > 0) WriteTokens(i - 1);
     Products::template Wait<0>(written);
 #pragma unroll
     for (int j = 0; j < kChunk / 2; j += 2) {
@@ -70,7 +82,7 @@ struct GradWalk : Walk<kD, kStages, Products, kBack> {
     Multiply(alone, left, tiles.inverse);
     Base::PackY(alone);
     if (weights.continues < kChunk) OnlyFirstRun(stage, weights.continues, of_dy, alone);
-    ToState(tiles, weights, of_dy, alone);
+    ToState(tiles, weights, of_dy, alone, write);
   }
   __device__ __forceinline__ static void Multiply(Results& d, const Left& left, Tokens<kChunk>& tile) {
     Products::Begin(d);
@@ -101,16 +113,16 @@ struct GradWalk : Walk<kD, kStages, Products, kBack> {
 #pragma unroll
     for (float& each : alone) each = 0;
     Multiply(alone, left, tiles.inverse);
-    __syncthreads();  // none reads k any more
-    tiles.k.template Keep<kThreads>([&](int token) { return token < continues; });
-    tiles.q.template Keep<kThreads>([&](int token) { return token < continues; });
+    Base::Meet();  // none reads k any more
+    tiles.k.template Keep<Base::kWalking>([&](int token) { return token < continues; });
+    tiles.q.template Keep<Base::kWalking>([&](int token) { return token < continues; });
     Base::Meet();
   }
 
   // The gradient to the state before the chunk: keeps G + q' (queries dy) - k' (keys betas inverse^T dW).
-  template <typename Stage>
+  template <typename Stage, typename Write>
   __device__ __forceinline__ void ToState(Stage& tiles, const Weights& weights, Left& of_dy,
-                                          const Results& alone) {
+                                          const Results& alone, Write&& write) {
     Left of_off;
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
@@ -131,67 +143,40 @@ struct GradWalk : Walk<kD, kStages, Products, kBack> {
     Products::template Across<kD>(state, of_dy, tiles.q);
     Products::template Across<kD>(state, of_off, tiles.k);
     Products::Commit();
+    write();
     Products::template Wait<0>(state);
-  }
-
-  // from: [.., h, d, e], or nullptr: zeros. The state that it begins with is there at `index`.
-  __device__ __forceinline__ void Run(const float* from, int64_t index) {
-#pragma unroll
-    for (int i = 0; i < Base::kAhead; ++i) FetchNext(i);
-#pragma unroll
-    for (float& each : state) each = 0;
-    if (from) Base::EachOfState(index, [&](float& each, int64_t at) { each = from[at]; });
-    for (int i = 0; i < chunks; ++i) {
-      WaitForPrefetch<Base::kAhead - 1>();
-      Base::Meet();  // what was fetched is there for all
-      Keep(Chunk(i));
-      if constexpr (kBack)
-        StepBack(i);
-      else
-        Base::Step(
-            OfRow(i) % kStages, [&] { FetchNext(i + Base::kAhead); },
-            [&] {
-              if (i > 0) WriteTokens(i - 1);
-            });
-      if (kStages == 1) {
-        __syncthreads();  // none reads the tokens any more
-        FetchNext(i + 1);
-      }
-    }
-    if (chunks > 0) WriteTokens(chunks - 1);
   }
 };
 
-// blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward.
-template <int kD, int kStages, typename Products>
-__device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kStages>& shared) {
+// blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward. run: gets the walk.
+template <int kD, int kStages, typename Products, int kGroups, typename Run>
+__device__ __forceinline__ void RunGradWalk(const GradArgs& a,
+                                            WalkShared<kD, kStages, OfHead, kGroups>& shared, int group,
+                                            Run&& run) {
   const Slab& slab = a.slab;
-  const int head = blockIdx.x, first = int(blockIdx.y) * kSlab, rows = slab.rows;
+  const int head = blockIdx.x, first = (int(blockIdx.y) * kGroups + group) * kSlab, rows = slab.rows;
   const int of_row = min(slab.tokens, a.again.s - slab.first_token);
   const int there = (of_row + kChunk - 1) / kChunk;  // chunks
   if (int(blockIdx.z) < rows) {
     const int row = blockIdx.z, of_all = slab.first_row + row;
-    GradWalk<kD, kStages, Products, true> walk{
-        {a.back, shared, of_all, head, first, {}, {}}, a, row, 0, there};
-    walk.Run(a.after, of_all);
-    walk.Store(a.before, of_all);
+    run(GradWalk<kD, kStages, Products, true, kGroups>{
+        {a.back, shared, of_all, head, first, group, {}, {}}, a, row, 0, there, a.after, of_all});
     return;
   }
   constexpr int kChunks = kKept / kChunk;
   const int index = blockIdx.z - rows, row = index % rows, part = index / rows;
   const int64_t of_all = slab.first_row + row, kept = (a.again.s + kKept - 1) / kKept;
   if (part * kChunks >= there) return;
-  GradWalk<kD, kStages, Products, false> walk{{a.again, shared, of_all, head, first, {}, {}},
-                                              a,
-                                              row,
-                                              part * kChunks,
-                                              min(kChunks, there - part * kChunks)};
-  walk.Run(a.kept, of_all * kept + slab.first_token / kKept + part);
+  const int chunks = min(kChunks, there - part * kChunks);
+  const int64_t at = of_all * kept + slab.first_token / kKept + part;
+  run(GradWalk<kD, kStages, Products, false, kGroups>{
+      {a.again, shared, of_all, head, first, group, {}, {}}, a, row, part * kChunks, chunks, a.kept, at});
 }
 
-inline dim3 GradWalkGrid(const GradArgs& a) {
+inline dim3 GradWalkGrid(const GradArgs& a, int groups) {
   const unsigned walks = unsigned(a.slab.rows) * unsigned(1 + (a.slab.tokens + kKept - 1) / kKept);
-  return {unsigned(a.again.h), unsigned((a.again.e + kSlab - 1) / kSlab), walks};
+  const int channels = groups * kSlab;
+  return {unsigned(a.again.h), unsigned((a.again.e + channels - 1) / channels), walks};
 }
 
 }  // namespace te::delta

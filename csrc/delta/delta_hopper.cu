@@ -1,25 +1,41 @@
 // te_gated_delta_fwd's walk on Hopper.
+#include "base/device.h"
 #include "base/launch.h"
 #include "delta/delta_hopper.cuh"
 
 namespace te::delta {
 namespace {
 
-template <int kD, typename Gate>
-Status Run(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
-  const auto kernel = te_gated_delta_fwd_hopper<kD, Gate>;
-  constexpr size_t kBytes = sizeof(HopperShared<kD, Gate>);
+template <int kD, typename Gate, int kGroups>
+Status Run(cudaStream_t stream, const WalkArgs& a, const dim3& grid) {
+  const auto kernel = te_gated_delta_fwd_hopper<kD, Gate, kGroups>;
+  constexpr size_t kBytes = sizeof(HopperShared<kD, Gate, kGroups>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
+  const dim3 groups(grid.x, unsigned(CeilDiv(grid.y, kGroups)), grid.z);
+  return LaunchBehind(stream, true, kernel, groups, kWalkThreads<kGroups>, kBytes, a);
+}
+
+template <typename Gate>
+Status RunGate(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
   const dim3 grid(a.h, unsigned(CeilDiv(a.e, kSlab)), unsigned(rows));
-  return LaunchBehind(stream, true, kernel, grid, kThreads, kBytes, a);
+  if (a.d <= 64) return Run<64, Gate, 1>(stream, a, grid);
+  bool wide = false;
+  TE_TRY(IsWide(grid, a.e, &wide));
+  return (wide ? Run<128, Gate, 2> : Run<128, Gate, 1>)(stream, a, grid);
 }
 
 }  // namespace
 
+Status IsWide(const dim3& grid, int e, bool* wide) {
+  int multiprocessors = 0;
+  TE_TRY(Multiprocessors(&multiprocessors));
+  *wide = e > kSlab && int64_t(grid.x) * grid.y * grid.z > multiprocessors;
+  return {};
+}
+
 Status RunHopper(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
-  if (a.of_channels) return (a.d <= 64 ? Run<64, OfChannel> : Run<128, OfChannel>)(stream, a, rows);
-  return (a.d <= 64 ? Run<64, OfHead> : Run<128, OfHead>)(stream, a, rows);
+  return a.of_channels ? RunGate<OfChannel>(stream, a, rows) : RunGate<OfHead>(stream, a, rows);
 }
 
 }  // namespace te::delta

@@ -1,5 +1,6 @@
 // A CTA's walk over the chunks of a head. All products have channels of values as rows, 16 of each warp: so
-// what one makes is, as it lies in registers, the left factor of the next, and warps share only tiles.
+// what one makes is, as it lies in registers, the left factor of the next, and warps share only tiles. Four
+// warps have kSlab channels; a CTA has kGroups of such.
 #pragma once
 
 #include "delta/channel.cuh"
@@ -23,11 +24,11 @@ Status RunHopper(cudaStream_t stream, const WalkArgs& a, int64_t rows);
 // What a walk needs of a chunk: with a gate for each head; and for each channel of keys.
 struct OfHead {
   static constexpr bool kByChannel = false;
-  template <int kD>
+  template <int kD, int kGroups>
   struct Stage {
     Tokens<kD> k, q;
     Tokens<kChunk> inverse, seen;
-    Tokens<kSlab> v;
+    Tokens<kSlab> v[kGroups];
 
     __device__ __forceinline__ Tokens<kD>& Left() { return k; }
   };
@@ -36,9 +37,9 @@ struct OfHead {
 };
 struct OfChannel {
   static constexpr bool kByChannel = true;
-  template <int kD>
+  template <int kD, int kGroups>
   struct Stage : ChannelTiles<kD> {
-    Tokens<kSlab> v;
+    Tokens<kSlab> v[kGroups];
 
     __device__ __forceinline__ Tokens<kD>& Left() { return this->left; }
   };
@@ -46,10 +47,10 @@ struct OfChannel {
   using Weights = ChannelWeights<kD>;
 };
 
-template <int kD, int kStages, typename Gate = OfHead>
+template <int kD, int kStages, typename Gate = OfHead, int kGroups = 1>
 struct WalkShared {
-  typename Gate::template Stage<kD> stages[kStages];
-  Tokens<kSlab> y;
+  typename Gate::template Stage<kD, kGroups> stages[kStages];
+  Tokens<kSlab> y[kGroups];
   typename Gate::template Weights<kD> weights[kStages];
 };
 
@@ -60,13 +61,28 @@ using Left = uint32_t[kChunk / 16][4];
 
 // Products by mma.sync, which are done when they are called.
 struct WarpProducts {
-  static constexpr bool kFences = false;
+  // A barrier of the threads that walk, behind which products see what these have written.
+  template <int kThreads>
+  __device__ __forceinline__ static void Meet() {
+    __syncthreads();
+  }
   template <typename... Sums>
   __device__ __forceinline__ static void Begin(Sums&...) {}
   __device__ __forceinline__ static void Commit() {}
   template <int kPending, int kCount>
   __device__ __forceinline__ static void Wait(float (&)[kCount]) {}
 
+  // The tile of what lies in registers, [16, 64] transposed.
+  __device__ __forceinline__ static void Put(Tokens<kSlab>& tile, const uint32_t (&of)[kChunk / 4],
+                                             int band) {
+#pragma unroll
+    for (int i = 0; i < kChunk / 4; ++i) {
+      const int token = i / 2 * 8 + ssm::ColumnOf(0), value = band + ssm::RowOf(i % 2 * 2);
+      const float2 two = ssm::Unpack(of[i]);
+      *tile.At(token, value) = __float2bfloat16(two.x);
+      *tile.At(token + 1, value) = __float2bfloat16(two.y);
+    }
+  }
   // d += left tile^T
   template <int kD>
   __device__ __forceinline__ static void Along(Results& d, const uint32_t (&left)[kD / 16][4],
@@ -171,52 +187,53 @@ __device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[k
 }
 
 // kReads: it makes y. If not, what tokens write stands there instead.
-template <int kD, int kStages, typename Products, bool kReads = true, typename Gate = OfHead>
+template <int kD, int kStages, typename Products, bool kReads = true, typename Gate = OfHead, int kGroups = 1>
 struct Walk {
   using OfTokens = typename Gate::template Weights<kD>;
   const WalkArgs& a;
-  WalkShared<kD, kStages, Gate>& s;
+  WalkShared<kD, kStages, Gate, kGroups>& s;
   const int64_t row;
-  const int head, first;   // channel of values
-  float state[kD / 2];     // [16, kD] of the warp
-  uint32_t y[kChunk / 4];  // [16, 64], of the last chunk
+  const int head, first, group;  // channel of values, of the warp's group
+  float state[kD / 2];           // [16, kD] of the warp
+  uint32_t y[kChunk / 4];        // [16, 64], of the last chunk
 
-  static constexpr int kAhead =
-      kStages > 1 ? kStages - 1 : 1;  // chunks that are fetched before they are needed
+  static constexpr int kRing = kStages, kWalking = kGroups * kThreads;
 
-  __device__ __forceinline__ static int Band() { return kBand * WarpIndex(); }
+  __device__ __forceinline__ static int Band() { return kBand * (WarpIndex() % kWarps); }
+  __device__ __forceinline__ static void Meet() { Products::template Meet<kWalking>(); }
   __device__ __forceinline__ int Chunks() const { return (a.s + kChunk - 1) / kChunk; }
   __device__ __forceinline__ int64_t Values(int chunk) const {
     return ((row * a.s + int64_t(chunk) * kChunk) * a.h + head) * a.e + first;
   }
 
-  __device__ __forceinline__ void Fetch(int chunk) {
+  // The chunk of the row. kThreads threads call it, those of the first group where there are several.
+  __device__ __forceinline__ void Fetch(int chunk, int to) {
+    auto& stage = s.stages[to];
+    const int64_t index = (row * Chunks() + chunk) * a.h + head;
     const int rows = a.s - chunk * kChunk;
-    if (rows > 0) {
-      auto& stage = s.stages[chunk % kStages];
-      const int64_t index = (row * Chunks() + chunk) * a.h + head;
-      if constexpr (Gate::kByChannel) {
-        const auto& of = static_cast<const ChannelChunk<kD>*>(a.of_channels)[index];
-        FetchPieces<(kReads ? sizeof(of.tiles) : offsetof(ChannelTiles<kD>, q)) / 16>(&stage, &of.tiles);
-        FetchValues(stage, chunk, rows);
-        FetchPieces<sizeof(of.weights) / 16>(&s.weights[chunk % kStages], &of.weights);
-      } else {
-        const Chunk& of = a.chunks[index];
-        const int64_t stride = int64_t(a.g) * a.d, group = head / (a.h / a.g);
-        const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + group * a.d;
-        stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);
-        FetchValues(stage, chunk, rows);
-        stage.inverse.template Fetch<kThreads>(of.inverse, kChunk, kChunk, kChunk);
-        if (kReads) stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
-        if (kReads) stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
-        FetchPieces<sizeof(of.weights) / 16>(&s.weights[chunk % kStages], &of.weights);
-      }
+    if constexpr (Gate::kByChannel) {
+      const auto& of = static_cast<const ChannelChunk<kD>*>(a.of_channels)[index];
+      FetchPieces<(kReads ? sizeof(of.tiles) : offsetof(ChannelTiles<kD>, q)) / 16>(&stage, &of.tiles);
+      FetchValues(stage, chunk, rows);
+      FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
+    } else {
+      const Chunk& of = a.chunks[index];
+      const int64_t stride = int64_t(a.g) * a.d, of_key = head / (a.h / a.g);
+      const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + of_key * a.d;
+      stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);
+      FetchValues(stage, chunk, rows);
+      stage.inverse.template Fetch<kThreads>(of.inverse, kChunk, kChunk, kChunk);
+      if (kReads) stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
+      if (kReads) stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
+      FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
     }
-    CommitPrefetch();
   }
   template <typename Stage>
   __device__ __forceinline__ void FetchValues(Stage& stage, int chunk, int rows) {
-    stage.v.template Fetch<kThreads>(a.v + Values(chunk), int64_t(a.h) * a.e, rows, a.e - first);
+#pragma unroll
+    for (int i = 0; i < kGroups; ++i)
+      stage.v[i].template Fetch<kThreads>(a.v + Values(chunk) + i * kSlab, int64_t(a.h) * a.e, rows,
+                                          a.e - first - i * kSlab);
   }
   // kCount pieces of 16 bytes, as they lie.
   template <int kCount>
@@ -228,18 +245,29 @@ struct Walk {
                          static_cast<const uint4*>(from) + i + threadIdx.x, true);
   }
 
-  // Each number of the state: where it is in memory, or -1 where it is not.
+  // Each number of the state: where it is in memory, of those that are there.
   template <typename Fn>
   __device__ __forceinline__ void EachOfState(int64_t index, Fn&& fn) {
-    const int64_t from = (index * a.h + head) * a.d * a.e + first;
+    const int value = Band() + ssm::RowOf(0), key = ssm::ColumnOf(0);
+    const int64_t from = ((index * a.h + head) * a.d + key) * a.e + first + value;
+    if (a.d == kD && first + kSlab <= a.e) {
 #pragma unroll
-    for (int i = 0; i < kD / 2; ++i) {
-      const int value = Band() + ssm::RowOf(i % 4), key = i / 4 * 8 + ssm::ColumnOf(i % 4);
-      if (first + value < a.e && key < a.d) fn(state[i], from + int64_t(key) * a.e + value);
+      for (int i = 0; i < kD / 2; ++i) fn(state[i], from + int64_t(i / 4 * 8 + i % 2) * a.e + i % 4 / 2 * 8);
+      return;
     }
+#pragma unroll
+    for (int i = 0; i < kD / 2; ++i)
+      if (first + value + i % 4 / 2 * 8 < a.e && key + i / 4 * 8 + i % 2 < a.d)
+        fn(state[i], from + int64_t(i / 4 * 8 + i % 2) * a.e + i % 4 / 2 * 8);
   }
   __device__ __forceinline__ void Store(float* to, int64_t index) {
     EachOfState(index, [&](float& each, int64_t at) { to[at] = each; });
+  }
+  // The state that it begins with; zeros without it.
+  __device__ __forceinline__ void Load(const float* from, int64_t index) {
+#pragma unroll
+    for (float& each : state) each = 0;
+    if (from) EachOfState(index, [&](float& each, int64_t at) { each = from[at]; });
   }
 
   // How far v is off what the state says, times beta, as a left factor.
@@ -247,7 +275,7 @@ struct Walk {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) {
       uint32_t v[4];
-      s.stages[stage].v.TransposedA(v, 16 * k, Band());
+      s.stages[stage].v[group].TransposedA(v, 16 * k, Band());
       AsLeft(off[k], of_keys, k, [&](int i, int token, float2 said) {
         const float2 of_v = ssm::Unpack(v[i]), of = OfKeys(s.weights[stage], token);
         const float2 beta = LoadTwo(s.weights[stage].betas + token);
@@ -274,38 +302,41 @@ struct Walk {
     Products::Seen(written, off, s.stages[stage].inverse);
     Products::Commit();
     Products::template Wait<0>(written);
-    __syncthreads();  // none reads k any more
-    s.stages[stage].Left().template Keep<kThreads>([&](int token) { return IsOfLast(weights, token); });
+    Meet();  // none reads k any more
+    s.stages[stage].Left().template Keep<kWalking>([&](int token) { return IsOfLast(weights, token); });
     Meet();
   }
 
-  // A barrier of all threads, behind which products see what these have written.
-  __device__ __forceinline__ static void Meet() {
-    if constexpr (Products::kFences) Products::Fence();
-    __syncthreads();
-  }
-
-  // y, by way of the warp's channels of a tile: the `rows` first tokens of them.
+  // y into the warp's channels of a tile, and from there to memory: the `rows` first tokens.
   __device__ __forceinline__ void Write(Bf16* to, int rows) {
+    Tokens<kSlab>& tile = s.y[group];
     __syncwarp();  // no lane reads the one before
-#pragma unroll
-    for (int i = 0; i < kChunk / 4; ++i) {
-      const int token = i / 2 * 8 + ssm::ColumnOf(0), value = Band() + ssm::RowOf(i % 2 * 2);
-      const float2 two = ssm::Unpack(y[i]);
-      *s.y.At(token, value) = __float2bfloat16(two.x);
-      *s.y.At(token + 1, value) = __float2bfloat16(two.y);
-    }
+    Products::Put(tile, y, Band());
     __syncwarp();
     const int column = Band() + Lane() % 2 * 8;
 #pragma unroll
     for (int token = Lane() / 2; token < kChunk; token += 16)
       if (token < rows && first + column < a.e)
         *reinterpret_cast<uint4*>(to + int64_t(token) * a.h * a.e + column) =
-            *reinterpret_cast<const uint4*>(s.y.At(token, column));
+            *reinterpret_cast<const uint4*>(tile.At(token, column));
+  }
+
+  // The same by two: those that walk put it there, and kThreads threads send the tiles of all groups.
+  __device__ __forceinline__ void PutY() { Products::Put(s.y[group], y, Band()); }
+  __device__ __forceinline__ void Send(Bf16* to, int rows) {
+    constexpr int kPieces = kSlab / 8;
+#pragma unroll
+    for (int i = 0; i < kGroups * kChunk * kPieces; i += kThreads) {
+      const int at = i + int(threadIdx.x), token = at / kPieces % kChunk, of = at / (kPieces * kChunk);
+      const int column = at % kPieces * 8, value = of * kSlab + column;
+      if (token < rows && first + value < a.e)
+        *reinterpret_cast<uint4*>(to + int64_t(token) * a.h * a.e + value) =
+            *reinterpret_cast<const uint4*>(s.y[of].At(token, column));
+    }
   }
 
   // Products are queued so that the tensor cores have the next while threads weigh what the last one made.
-  // `fetch` and `write`: what else is to be done meanwhile, for the chunks ahead and for the last one.
+  // `fetch` and `write`: what else is to be done meanwhile, for the chunks ahead and with y.
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void Step(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
@@ -316,13 +347,12 @@ struct Walk {
     const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
-    if (kStages > 1) fetch();
+    fetch();
     Products::Begin(of_keys, of_queries);
     Products::template Along<kD>(of_keys, of_state, tiles.k);
     Products::Commit();
     if (kReads) Products::template Along<kD>(of_queries, of_state, tiles.q);
     Products::Commit();
-    write();
     Products::template Wait<1>(of_keys);
     Compare(stage, of_keys, off);
     Products::Begin(written);
@@ -354,6 +384,7 @@ struct Walk {
       Products::template Wait<1>(of_queries);
       PackY(of_queries);
     }
+    write();
     Products::template Wait<0>(state);
   }
   __device__ __forceinline__ void WeighQueries(const OfTokens& weights, Results& of_queries) {
@@ -368,38 +399,54 @@ struct Walk {
     for (int i = 0; i < kChunk / 4; ++i) y[i] = ssm::Pack(of[2 * i], of[2 * i + 1]);
   }
 
-  __device__ __forceinline__ void Run() {
-    const auto write = [&](int chunk) { Write(a.y + Values(chunk), a.s - chunk * kChunk); };
-#pragma unroll
-    for (int chunk = 0; chunk < kAhead; ++chunk) Fetch(chunk);
-#pragma unroll
-    for (float& each : state) each = 0;
-    if (a.initial) EachOfState(row, [&](float& each, int64_t at) { each = a.initial[at]; });
-    for (int chunk = 0; chunk < Chunks(); ++chunk) {
-      WaitForPrefetch<kAhead - 1>();
-      Meet();  // what was fetched is there for all
-      if (a.states && chunk % (kKept / kChunk) == 0)
-        Store(a.states, row * ((a.s + kKept - 1) / kKept) + chunk / (kKept / kChunk));
-      const auto write_last = [&] {
-        if (chunk > 0) write(chunk - 1);
-      };
-      Step(chunk % kStages, [&] { Fetch(chunk + kAhead); }, write_last);
-      if (kStages == 1) {
-        __syncthreads();  // none reads the tokens any more
-        Fetch(chunk + kAhead);
-      }
-    }
-    if (Chunks() > 0) write(Chunks() - 1);
+  // The steps of a walk, in its order, as `WalkAlone` and the walks on Hopper call them.
+  __device__ __forceinline__ int Count() const { return Chunks(); }
+  __device__ __forceinline__ void FetchNext(int i) { Fetch(i, i % kStages); }
+  __device__ __forceinline__ Bf16* To(int i) const { return a.y + Values(i); }
+  __device__ __forceinline__ int Rows(int i) const { return a.s - i * kChunk; }
+  __device__ __forceinline__ void Begin() { Load(a.initial, row); }
+  template <typename Fetch, typename Write>
+  __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
+    if (a.states && i % (kKept / kChunk) == 0)
+      Store(a.states, row * ((a.s + kKept - 1) / kKept) + i / (kKept / kChunk));
+    Step(i % kStages, fetch, write);
+  }
+  __device__ __forceinline__ void End() {
     if (a.last) Store(a.last, row);
   }
 };
+
+// A walk whose threads fetch what they need and write y themselves.
+template <typename Walk>
+__device__ __forceinline__ void WalkAlong(Walk&& walk) {
+  constexpr int kStages = std::decay_t<Walk>::kRing, kAhead = kStages > 1 ? kStages - 1 : 1;
+  const auto fetch = [&](int i) {
+    if (i < walk.Count()) walk.FetchNext(i);
+    CommitPrefetch();
+  };
+#pragma unroll
+  for (int i = 0; i < kAhead; ++i) fetch(i);
+  walk.Begin();
+  for (int i = 0; i < walk.Count(); ++i) {
+    WaitForPrefetch<kAhead - 1>();
+    walk.Meet();  // what was fetched is there for all
+    const auto ahead = [&] {
+      if (kStages > 1) fetch(i + kAhead);
+    };
+    walk.Next(i, ahead, [&] { walk.Write(walk.To(i), walk.Rows(i)); });
+    if (kStages > 1) continue;
+    __syncthreads();  // none reads the tokens any more
+    fetch(i + 1);
+  }
+  walk.End();
+}
 
 template <int kD, int kStages, typename Gate>
 __global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2) te_gated_delta_fwd(const WalkArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<WalkShared<kD, kStages, Gate>*>(memory);
-  Walk<kD, kStages, WarpProducts, true, Gate>{a, shared, blockIdx.z, int(blockIdx.x), int(blockIdx.y) * kSlab}
-      .Run();
+  WalkAlong(Walk<kD, kStages, WarpProducts, true, Gate>{a, shared, blockIdx.z, int(blockIdx.x),
+                                                        int(blockIdx.y) * kSlab, 0});
 }
 
 }  // namespace te::delta

@@ -63,7 +63,7 @@ struct Tile {
   template <int kBy = kThreads, typename IsKept>
   __device__ __forceinline__ void Keep(IsKept&& is_kept) {
     constexpr int kPieces = kColumns / 8;
-    for (int i = threadIdx.x; i < kRows * kPieces; i += kBy)
+    for (int i = threadIdx.x % kBy; i < kRows * kPieces; i += kBy)
       if (!is_kept(i / kPieces)) *reinterpret_cast<uint4*>(At(i / kPieces, i % kPieces * 8)) = uint4{};
   }
 

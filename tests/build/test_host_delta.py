@@ -15,9 +15,9 @@ pytestmark = pytest.mark.sources
 bf16, f32 = jnp.bfloat16, np.float32
 CHUNK, KEPT = 64, 512
 # s, h, g, d, e: one token, chunks that are full and not, more of them than stages, wide and narrow tiles, two slabs of
-# values one of which is not full, states that are kept.
-CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 64, 72), (580, 1, 1, 24, 16)]
-CHANNEL_CASES = [(200, 2, 1, 128, 64, True), (130, 1, 1, 24, 72, True)]
+# values one of which is not full, of one CTA and of two, states that are kept.
+CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1, 64, 72), (580, 1, 1, 24, 16)]
+CHANNEL_CASES = [(200, 2, 1, 128, 72, True), (130, 1, 1, 24, 72, True)]
 # Roundings to bf16 that a term passes at most, as in tests/ops/test_cuda_gated_delta.py.
 ERROR = oracle.ERROR + 5 * 2.0**-9
 
@@ -184,7 +184,7 @@ def walks(chunk, state, gradient, q, k, v, dy):
     return written, chunk.keeps * state + (of_left * k).T @ written, alone, before
 
 
-@pytest.mark.parametrize("s, h, g, d, e", CASES[:3], ids=str)
+@pytest.mark.parametrize("s, h, g, d, e", CASES[:4], ids=str)
 def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e):
     """Three rows, each a call of its own: a slab of up to 512 tokens."""
     rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=3)

@@ -212,7 +212,8 @@ inline void RunCluster(int first) {
     for (Thread* t : ready) {
       if (t->index / size == held) continue;
       self = t;
-      threadIdx = {unsigned(t->index), 0, 0}, blockIdx = {unsigned(first + t->cta), 0, 0};
+      const unsigned block = first + t->cta, x = gridDim.x, y = gridDim.y;
+      threadIdx = {unsigned(t->index), 0, 0}, blockIdx = {block % x, block / x % y, block / x / y};
       if (!t->may_go || t->may_go()) Continue(t);
       if (!copies.empty() && random() % 64 == 0) CopySomething(), copied = turns;
     }
@@ -223,16 +224,17 @@ inline void RunCluster(int first) {
 }
 
 // `grid` CTAs, the clusters of `size` one after the other.
-inline void Launch(int grid, int size, int block, size_t shared, Action run) {
-  kernel = std::move(run), gridDim = dim3(grid), blockDim = dim3(block);
-  for (int first = 0; first < grid; first += size) {
+inline void Launch(const dim3& grid, int size, int block, size_t shared, Action run) {
+  kernel = std::move(run), gridDim = grid, blockDim = dim3(block);
+  const int count = grid.x * grid.y * grid.z;
+  for (int first = 0; first < count; first += size) {
     threads.clear(), ctas.clear(), everyone = {};
     ctas.resize(size);
     for (int cta = 0; cta < size; ++cta) {
       ctas[cta].memory.assign(shared + 1024, 0xff), ctas[cta].warps.resize(block / 32);
       for (int i = 0; i < block; ++i) MakeThread(cta, i);
     }
-    is_last = first + size >= grid;
+    is_last = first + size >= count;
     RunCluster(first);
   }
 }

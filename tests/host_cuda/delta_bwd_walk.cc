@@ -10,14 +10,11 @@ namespace {
 
 using namespace te::delta;
 
-template <int kD>
+template <int kD, int kGroups>
 void Run(const GradArgs& a) {
-  const dim3 grid = GradWalkGrid(a);
-  cluster::Launch(grid.x * grid.y * grid.z, 1, kThreads, sizeof(HopperShared<kD>), [&] {
-    const unsigned i = blockIdx.x;
-    blockIdx = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y};
-    te_gated_delta_bwd_walk_hopper<kD>(a);
-  });
+  const size_t bytes = sizeof(HopperShared<kD, OfHead, kGroups>);
+  cluster::Launch(GradWalkGrid(a, kGroups), 1, kWalkThreads<kGroups>, bytes,
+                  [&] { te_gated_delta_bwd_walk_hopper<kD, kGroups>(a); });
 }
 
 }  // namespace
@@ -38,7 +35,7 @@ int main() {
   a.states = ReadArray<Bf16>(&bytes[0]), a.gradients = ReadArray<Bf16>(&bytes[1]);
   a.written = ReadArray<Bf16>(&bytes[2]), a.gradients_written = ReadArray<Bf16>(&bytes[3]);
   a.before = ReadArray<float>(&bytes[4]);
-  (again.d <= 64 ? Run<64> : Run<128>)(a);
+  (again.d <= 64 ? Run<64, 1> : again.e <= kSlab ? Run<128, 1> : Run<128, 2>)(a);
   std::fwrite(a.states, 1, bytes[0], stdout), std::fwrite(a.gradients, 1, bytes[1], stdout);
   std::fwrite(a.written, 1, bytes[2], stdout), std::fwrite(a.gradients_written, 1, bytes[3], stdout);
   std::fwrite(a.before, 1, bytes[4], stdout);

@@ -8,14 +8,17 @@ namespace {
 
 using namespace te::delta;
 
-template <int kD, typename Gate>
+template <int kD, typename Gate, int kGroups>
 void Run(const WalkArgs& a, int rows) {
-  const unsigned heads = a.h, slabs = (a.e + kSlab - 1) / kSlab;
-  cluster::Launch(heads * slabs * rows, 1, kThreads, sizeof(HopperShared<kD, Gate>), [&] {
-    const unsigned i = blockIdx.x;
-    blockIdx = {i % heads, i / heads % slabs, i / heads / slabs};
-    te_gated_delta_fwd_hopper<kD, Gate>(a);
-  });
+  const unsigned heads = a.h, slabs = (a.e + kGroups * kSlab - 1) / (kGroups * kSlab);
+  const size_t bytes = sizeof(HopperShared<kD, Gate, kGroups>);
+  cluster::Launch({heads, slabs, unsigned(rows)}, 1, kWalkThreads<kGroups>, bytes,
+                  [&] { te_gated_delta_fwd_hopper<kD, Gate, kGroups>(a); });
+}
+
+template <typename Gate>
+void RunGate(const WalkArgs& a, int rows) {
+  (a.d <= 64 ? Run<64, Gate, 1> : a.e <= kSlab ? Run<128, Gate, 1> : Run<128, Gate, 2>)(a, rows);
 }
 
 }  // namespace
@@ -33,10 +36,7 @@ int main() {
   size_t bytes[3];  // of results, filled with what shows that nothing was written
   a.y = ReadArray<Bf16>(&bytes[0]), a.last = ReadArray<float>(&bytes[1]),
   a.states = ReadArray<float>(&bytes[2]);
-  if (n[6])
-    (a.d <= 64 ? Run<64, OfChannel> : Run<128, OfChannel>)(a, n[0]);
-  else
-    (a.d <= 64 ? Run<64, OfHead> : Run<128, OfHead>)(a, n[0]);
+  (n[6] ? RunGate<OfChannel> : RunGate<OfHead>)(a, n[0]);
   std::fwrite(a.y, 1, bytes[0], stdout), std::fwrite(a.last, 1, bytes[1], stdout);
   std::fwrite(a.states, 1, bytes[2], stdout);
 }

@@ -23,11 +23,8 @@ CUtensorMap Map(Bf16* data, int rows, int s, int heads, int inner, int tokens) {
 template <int kN, bool kRuns>
 void Run(const HopperArgs& a, int rows) {
   const unsigned heads = a.steps.h, tiles = (a.p + kHopperChannels - 1) / kHopperChannels;
-  cluster::Launch(heads * tiles * rows, 1, kHopperThreads, sizeof(HopperShared<kN, kRuns>), [&] {
-    const unsigned i = blockIdx.x;
-    blockIdx = {i % heads, i / heads % tiles, i / heads / tiles};
-    te_ssd_fwd_hopper<kN, kRuns>(a);
-  });
+  cluster::Launch({heads, tiles, unsigned(rows)}, 1, kHopperThreads, sizeof(HopperShared<kN, kRuns>),
+                  [&] { te_ssd_fwd_hopper<kN, kRuns>(a); });
 }
 
 }  // namespace

@@ -28,11 +28,7 @@ CUtensorMap Map(const Bf16* data, std::array<int64_t, 4> sizes, int across, int 
 }
 
 void Launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel) {
-  cluster::Launch(grid.x * grid.y * grid.z, 1, threads, shared, [&] {
-    const unsigned i = blockIdx.x;
-    blockIdx = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, gridDim = grid;
-    kernel();
-  });
+  cluster::Launch(grid, 1, threads, shared, kernel);
 }
 
 template <int kN, bool kRuns>

@@ -144,11 +144,17 @@ void ToShared(uint32_t address, const T& value) {
 }
 inline uint4 LoadShared16(uint32_t address) { return FromShared<uint4>(address); }
 inline float2 LoadShared8(uint32_t address) { return FromShared<float2>(address); }
-inline void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
+template <bool kTransposed = false>
+void StoreMatrices(uint32_t address, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   const uint32_t words[] = {a, b, c, d};
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, across = lane / 4, along = lane % 4 * 2;
   cluster::self->fenced = false;
-  for (int i = 0; i < 4; ++i) ToShared(cluster::Exchange(address, 8 * i + lane / 4) + lane % 4 * 4, words[i]);
+  for (int i = 0; i < 4; ++i)
+    for (int side = 0; side < 2; ++side) {
+      const int row = kTransposed ? along + side : across, column = kTransposed ? across : along + side;
+      const uint16_t number = uint16_t(words[i] >> 16 * side);
+      ToShared(cluster::Exchange(address, 8 * i + row) + 2 * column, number);
+    }
 }
 template <bool kTransposed>
 void LoadMatrices(uint32_t (&words)[4], const void* row) {
