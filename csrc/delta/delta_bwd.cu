@@ -40,17 +40,17 @@ Status ExpectSlab(const char* op, int64_t s, int64_t rows, int64_t tokens) {
   return {};
 }
 
-Status RunSlab(cudaStream_t stream, const GradArgs& a) {
+Status RunSlab(cudaStream_t stream, const GradArgs& a, int64_t rows) {
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));
   if (is_hopper) {
     TE_TRY(RunGradWalksOnHopper(stream, a));
-    return RunGradChunks(stream, a, true);
+    return RunGradChunksOnHopper(stream, a, rows);
   }
 #endif
   TE_TRY(RunGradWalks(stream, a));
-  return RunGradChunks(stream, a, false);
+  return RunGradChunks(stream, a);
 }
 
 Status RunSlabs(cudaStream_t stream, int64_t rows, const float* dlast, GradArgs a) {
@@ -61,7 +61,7 @@ Status RunSlabs(cudaStream_t stream, int64_t rows, const float* dlast, GradArgs 
     for (int64_t i = slabs; i-- > 0; a.after = a.before) {
       a.slab.rows = int(std::min<int64_t>(slab.rows, rows - row));
       a.slab.first_row = int(row), a.slab.first_token = int(i * slab.tokens);
-      TE_TRY(RunSlab(stream, a));
+      TE_TRY(RunSlab(stream, a, rows));
     }
   }
   return {};

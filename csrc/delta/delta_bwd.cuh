@@ -36,10 +36,10 @@ struct GradArgs {
   }
 };
 
-// The kernels of a slab: the walks, on Hopper and elsewhere, and then all chunks. early: before the kernel
-// ahead is over, as the walks on Hopper.
+// The kernels of a slab: the walks and then all chunks; on Hopper they start before the kernel ahead is over.
 Status RunGradWalks(cudaStream_t stream, const GradArgs& a);
+Status RunGradChunks(cudaStream_t stream, const GradArgs& a);
 Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a);
-Status RunGradChunks(cudaStream_t stream, const GradArgs& a, bool early);
+Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows);  // of the call
 
 }  // namespace te::delta

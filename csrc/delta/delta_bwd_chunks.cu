@@ -2,8 +2,7 @@
 // has a chunk of the heads of values that share a key, one after the other, and sums over them.
 
 #include "base/check.h"
-#include "base/launch.h"
-#include "delta/delta_bwd.cuh"
+#include "delta/delta_bwd_ends.cuh"
 
 namespace te::delta {
 namespace {
@@ -33,12 +32,7 @@ struct GradShared {
   };
   static_assert(2 * sizeof(Tokens<kChunk>) <= 2 * sizeof(Tokens<kD>));  // its pairs are still read
   ssm::Runs<kRuns> runs;
-  // Of tokens, from each warp that has some of what is summed. `reads`: the gradient to the logarithm of what
-  // is left, from what queries read; `says`, to beta, from what the state and other tokens say of the token's
-  // key, but for the sign; `leaves`: to the logarithm of what is left at the chunk's end; `from`: as `reads`,
-  // and through other tokens' keys, of what is read of the token.
-  float reads[kSides][kChunk], says[kSides][kChunk], leaves[kSides][kChunk], from[kBands][kChunk];
-  float products[kGradThreads / 32];
+  GradSums<kSides, kSides, kGradThreads / 32> sums;
 };
 
 // Tokens are the rows of all products. A band of them is two warps', each with half of the columns.
@@ -153,15 +147,15 @@ struct Gradients {
     LoadValues(v, Head(i), First(i));  // on their way meanwhile
     OfScores(unit, begins);
     OfValues(unit, v, Head(i), First(i), begins);
-    OfState(unit.dy, unit.state, s.q, dq, s.reads, false, [&](int token) {
+    OfState(unit.dy, unit.state, s.q, dq, s.sums.reads, false, [&](int token) {
       const float by = weights.queries[token];
       return make_float2(by, by);
     });
-    OfState(unit.gradient_written, unit.state, s.k, dk, s.says, false, [&](int token) {
+    OfState(unit.gradient_written, unit.state, s.k, dk, s.sums.says, false, [&](int token) {
       const float by = weights.keys[token];
       return make_float2(-by * weights.betas[token], by);
     });
-    OfState(unit.written, unit.gradient, s.k, dk, s.leaves, begins, [&](int token) {
+    OfState(unit.written, unit.gradient, s.k, dk, s.sums.leaves, begins, [&](int token) {
       const float by = fmaxf(weights.left[token], 0.f);
       return make_float2(by, by);
     });
@@ -189,15 +183,13 @@ struct Gradients {
       for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          float sum = from[tile][side];
-#pragma unroll
-          for (int by = 4; by < 32; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
+          const float sum = ssm::SumOfBand(from[tile][side]);
           if (Lane() < 4)
-            Put(s.from[WarpIndex() % kBands][From(i) + 8 * tile + ssm::ColumnOf(side)], sum, begins);
+            Put(s.sums.from[WarpIndex() % kBands][From(i) + 8 * tile + ssm::ColumnOf(side)], sum, begins);
         }
     }
-    PutRows(s.reads[Side()], reads, begins);
-    PutRows(s.says[Side()], says, begins);
+    PutRows(s.sums.reads[Side()], reads, begins);
+    PutRows(s.sums.says[Side()], says, begins);
   }
 
   // Two neighbours of a row of scores.
@@ -317,7 +309,7 @@ struct Gradients {
       for (int j = 0; j < 8; ++j) sum += one[j] * other[j];
     }
     sum = WarpSum(sum);
-    if (Lane() == 0) Put(s.products[WarpIndex()], sum, begins);
+    if (Lane() == 0) Put(s.sums.products[WarpIndex()], sum, begins);
   }
 
   __device__ __forceinline__ void FinishHead(int i) {
@@ -326,40 +318,13 @@ struct Gradients {
     const int token = threadIdx.x / 4;
     const float of_v = WarpSum<4>(along);
     if (threadIdx.x % 4 == 0 && token < Rows())
-      a.dbeta[at + int64_t(token) * Of().h] = of_v - s.says[0][token] - s.says[1][token];
-    if (WarpIndex() == 0) OfGates(unit.weights, at);
-  }
-  // A gate is of all that goes past its token: from tokens before it, or the state, to it and later ones, or
-  // the state behind the chunk. Of two tokens that is what is summed to the later less what is summed from
-  // the earlier. A lane has two tokens.
-  __device__ __forceinline__ void OfGates(const Weights& weights, int64_t at) {
-    float ends[2], leaves[2], sum = 0;
+      a.dbeta[at + int64_t(token) * Of().h] = of_v - s.sums.Says(token);
+    if (WarpIndex() > 0) return;
+    float past[2];
+    s.sums.OfGates(LoadTwo(unit.weights.betas + 2 * Lane()), unit.weights.keeps, past);
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int t = 2 * Lane() + i;
-      float from = 0;
-#pragma unroll
-      for (auto& band : s.from) from += band[t];
-      ends[i] = s.reads[0][t] + s.reads[1][t] - weights.betas[t] * (s.says[0][t] + s.says[1][t]) - from;
-      leaves[i] = s.leaves[0][t] + s.leaves[1][t];
-    }
-#pragma unroll
-    for (float product : s.products) sum += product;
-    float behind = ends[0] + ends[1], before = leaves[0] + leaves[1];  // of this and later; of earlier tokens
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float later = __shfl_sync(~0u, behind, min(Lane() + by, 31));
-      const float earlier = __shfl_sync(~0u, before, max(Lane() - by, 0));
-      if (Lane() + by < 32) behind += later;
-      if (Lane() >= by) before += earlier;
-    }
-    const float later = __shfl_sync(~0u, behind, min(Lane() + 1, 31));
-    const float earlier = __shfl_sync(~0u, before, max(Lane() - 1, 0));
-    const float least = (Lane() > 0 ? earlier : 0.f) + Weighed(weights.keeps, sum);
-    const float past[2] = {behind + least, (Lane() < 31 ? later : 0.f) + ends[1] + leaves[0] + least};
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      if (2 * Lane() + i < Rows()) a.dgate[at + int64_t(2 * Lane() + i) * Of().h] = past[i];
+    for (int n = 0; n < 2; ++n)
+      if (2 * Lane() + n < Rows()) a.dgate[at + int64_t(2 * Lane() + n) * Of().h] = past[n];
   }
 
   // The gradients of queries and keys through scores, of all heads, and what there is of them.
@@ -380,11 +345,11 @@ struct Gradients {
       }
     }
     if (a.normalize) {
-      Along(s.q, dq, s.reads), Along(s.k, dk, s.says);
+      Along(s.q, dq, s.sums.reads), Along(s.k, dk, s.sums.says);
       __syncthreads();
     }
-    WriteKeys(a.dq, s.q, dq, s.reads, pairs.of_queries);
-    WriteKeys(a.dk, s.k, dk, s.says, pairs.of_keys);
+    WriteKeys(a.dq, s.q, dq, s.sums.reads, pairs.of_queries);
+    WriteKeys(a.dk, s.k, dk, s.sums.says, pairs.of_keys);
   }
   __device__ __forceinline__ static void PutScores(Tokens<kChunk>& to, const Scores& of) {
 #pragma unroll
@@ -446,35 +411,34 @@ template <int kD, int kStages, bool kRuns>
 __global__ void __launch_bounds__(kGradThreads) te_gated_delta_bwd_chunks(const GradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<GradShared<kD, kStages, kRuns>*>(memory);
-  LetNextStart();
-  AwaitPrevious();
   if (a.slab.first_token + int(blockIdx.y) * kChunk >= a.again.s) return;
   Gradients<kD, kStages, kRuns>{a, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x)}.Run();
 }
 
 template <int kD, int kStages, bool kRuns>
-Status Run(cudaStream_t stream, const GradArgs& a, bool early) {
+Status Run(cudaStream_t stream, const GradArgs& a) {
   const auto kernel = te_gated_delta_bwd_chunks<kD, kStages, kRuns>;
   constexpr size_t kBytes = sizeof(GradShared<kD, kStages, kRuns>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const dim3 grid(a.again.g, a.slab.tokens / kChunk, a.slab.rows);
-  return LaunchBehind(stream, early, kernel, grid, kGradThreads, kBytes, a);
+  kernel<<<grid, kGradThreads, kBytes, stream>>>(a);
+  TE_LAUNCHED();
 }
 
 template <int kD, bool kRuns>
-Status RunWithin(cudaStream_t stream, const GradArgs& a, bool early) {
+Status RunWithin(cudaStream_t stream, const GradArgs& a) {
   constexpr int64_t kTwo = sizeof(GradShared<kD, 2, true>), kOne = sizeof(GradShared<kD, 1, true>);
   static_assert(kTwo <= 227 * 1024 && kOne <= 99 * 1024);
   int64_t bytes = 0;
   TE_TRY(ssm::SharedBytes(&bytes));
-  return kTwo <= bytes ? Run<kD, 2, kRuns>(stream, a, early) : Run<kD, 1, kRuns>(stream, a, early);
+  return kTwo <= bytes ? Run<kD, 2, kRuns>(stream, a) : Run<kD, 1, kRuns>(stream, a);
 }
 
 }  // namespace
 
-Status RunGradChunks(cudaStream_t stream, const GradArgs& a, bool early) {
+Status RunGradChunks(cudaStream_t stream, const GradArgs& a) {
   return ssm::DispatchStates(a.again.d, a.runs,
-                             [&]<int kD, bool kRuns>() { return RunWithin<kD, kRuns>(stream, a, early); });
+                             [&]<int kD, bool kRuns>() { return RunWithin<kD, kRuns>(stream, a); });
 }
 
 }  // namespace te::delta

@@ -146,9 +146,7 @@ struct Gradients {
       for (int tile = 0; tile < 2; ++tile)
 #pragma unroll
         for (int side = 0; side < 2; ++side) {
-          float sum = from[tile][side];
-#pragma unroll
-          for (int by = 4; by < 32; by *= 2) sum += __shfl_xor_sync(~0u, sum, by);
+          const float sum = SumOfBand(from[tile][side]);
           if (Lane() < 4)
             Put(shared.sums_from[WarpIndex() % 4][From(i) + 8 * tile + ColumnOf(side)], sum, begins);
         }

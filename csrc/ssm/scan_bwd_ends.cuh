@@ -66,19 +66,8 @@ struct OfSteps {
     }
     const float sum = of.through[0] + of.through[1] + of.through[2] + of.through[3];
     const float through = before_run == last_run ? sum * steps.Since(kLast) : 0.f;
-    // Of this and later tokens; of earlier ones.
-    float behind = ends[0] + ends[1], before = leaves[0] + leaves[1];
-#pragma unroll
-    for (int by = 1; by < 32; by *= 2) {
-      const float later = __shfl_sync(~0u, behind, min(Lane() + by, 31));
-      const float earlier = __shfl_sync(~0u, before, max(Lane() - by, 0));
-      if (Lane() + by < 32) behind += later;
-      if (Lane() >= by) before += earlier;
-    }
-    const float later = __shfl_sync(~0u, behind, min(Lane() + 1, 31));
-    const float earlier = __shfl_sync(~0u, before, max(Lane() - 1, 0));
-    const float least = (Lane() > 0 ? earlier : 0.f) + through;
-    const float past[2] = {behind + least, (Lane() < 31 ? later : 0.f) + ends[1] + leaves[0] + least};
+    float past[2];
+    PastTokens(past, ends, leaves, through);
     Write(own, past, sizes, dots);
   }
 

@@ -323,9 +323,8 @@ struct HopperGradients {
       }
 #pragma unroll
       for (int side = 0; side < 2; ++side) {
-#pragma unroll
-        for (int by = 4; by < 32; by *= 2) from[side] += __shfl_xor_sync(~0u, from[side], by);
-        if (Lane() < 4) s.from[WarpOfGroup()][first + side] = from[side];
+        const float sum = SumOfBand(from[side]);
+        if (Lane() < 4) s.from[WarpOfGroup()][first + side] = sum;
       }
     }
     PutRows(AddressOf(s.scores[i % 2]) + WarpOfGroup() * kPieceBytes, of_head);

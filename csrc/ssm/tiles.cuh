@@ -98,6 +98,29 @@ __device__ __forceinline__ void Multiply2(float (&left)[4], float (&right)[4], c
 // The place of element i of a result of MultiplyAdd, of the lane.
 __device__ __forceinline__ int RowOf(int i) { return Lane() / 4 + i / 2 * 8; }
 __device__ __forceinline__ int ColumnOf(int i) { return Lane() % 4 * 2 + i % 2; }
+// The sum over a result's 16 rows, of the lane's value in each column.
+__device__ __forceinline__ float SumOfBand(float v) {
+#pragma unroll
+  for (int by = 4; by < 32; by *= 2) v += __shfl_xor_sync(~0u, v, by);
+  return v;
+}
+// What goes past each of the lane's two tokens of a chunk: `through` the chunk, what ends at it or later
+// tokens, what leaves the chunk from earlier ones.
+__device__ __forceinline__ void PastTokens(float (&past)[2], const float (&ends)[2], const float (&leaves)[2],
+                                           float through) {
+  float behind = ends[0] + ends[1], before = leaves[0] + leaves[1];  // of this and later; of earlier tokens
+#pragma unroll
+  for (int by = 1; by < 32; by *= 2) {
+    const float later = __shfl_sync(~0u, behind, min(Lane() + by, 31));
+    const float earlier = __shfl_sync(~0u, before, max(Lane() - by, 0));
+    if (Lane() + by < 32) behind += later;
+    if (Lane() >= by) before += earlier;
+  }
+  const float later = __shfl_sync(~0u, behind, min(Lane() + 1, 31));
+  const float earlier = __shfl_sync(~0u, before, max(Lane() - 1, 0));
+  const float least = (Lane() > 0 ? earlier : 0.f) + through;
+  past[0] = behind + least, past[1] = (Lane() < 31 ? later : 0.f) + ends[1] + leaves[0] + least;
+}
 
 __device__ __forceinline__ uint32_t Pack(float low, float high) {
   const __nv_bfloat162 both = __floats2bfloat162_rn(low, high);

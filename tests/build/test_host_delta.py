@@ -216,3 +216,61 @@ def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e):
             if name in ("written", "alone"):
                 mine, exact = mine[:s], exact[:s]
             oracle.near(mine[None], exact[None], name, ERROR)
+
+
+@pytest.fixture(scope="module")
+def bwd(tmp_path_factory):
+    return program.compiled(tmp_path_factory.mktemp("delta_bwd"), "delta_bwd")
+
+
+# As in tests/ops/test_cuda_gated_delta.py.
+GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
+# s, h, g, d, e, tokens of a slab, whether rows have segments: as above; heads that share a key; more units than stages;
+# slabs of a row, and a state that was kept.
+GRADIENTS = [
+    (1, 2, 2, 8, 8, 64, False),
+    (100, 2, 1, 128, 128, 128, True),
+    (130, 1, 1, 64, 72, 192, True),
+    (70, 5, 1, 16, 24, 128, False),
+    (580, 1, 1, 24, 16, 512, True),
+]
+
+
+def kept_of(chunks, given):
+    """The state before each KEPT tokens of a row, in float64."""
+    state, kept, (h, g) = given["initial_state"].astype(np.float64), [], (given["v"].shape[1], given["k"].shape[1])
+    q, k, v = (filled(given[name]) for name in "qkv")
+    for c, heads in enumerate(chunks):
+        if c % (KEPT // CHUNK) == 0:
+            kept.append(state.copy())
+        at = slice(c * CHUNK, (c + 1) * CHUNK)
+        for i, chunk in enumerate(heads):
+            key = i // (h // g)
+            state[i] = walks(chunk, state[i], 0 * state[i], q[at, key], k[at, key], v[at, i], 0 * v[at, i])[1]
+    return np.stack(kept).astype(f32)
+
+
+@pytest.mark.parametrize("s, h, g, d, e, slab_tokens, has_runs", GRADIENTS, ids=str)
+def test_gradients(bwd, rng, s, h, g, d, e, slab_tokens, has_runs):
+    """Three rows in slabs of two, of other gates and segments."""
+    count = 3
+    rows, (dy, dlast), segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=count)
+    segments = segments if has_runs else 0 * segments
+    runs = np.cumsum(np.diff(segments, axis=1, prepend=segments[:, :1]) != 0, 1).astype(np.int32)
+    of = [jax.tree.map(lambda a: a[i], rows) for i in range(count)]  # noqa: B023
+    chunks = [chunks_of(*each) for each in zip(of, runs)]
+    blob = np.concatenate([in_bytes(each) for each in chunks])
+    kept = np.stack([kept_of(*each) for each in zip(chunks, of)])
+    names = "q", "k", "v", "beta", "gate", "initial_state"
+    results = [np.zeros(rows[name].shape, bf16 if name in "qkv" else f32) for name in names]
+    arrays = [*(rows[name] for name in "qkv"), blob, dy, kept, dlast, runs if has_runs else None]
+    got = results_of(program.call(bwd, [count, s, h, g, d, e, 2, slab_tokens, 1], arrays), results)
+
+    def pull(given, ids, cotangents):
+        return jax.vjp(lambda given: oracle.rule(given, ids), given)[1](cotangents)[0]
+
+    wide = jax.tree.map(lambda a: a.astype(np.float64), (rows, (dy, dlast)))
+    with jax.enable_x64(True):
+        want = jax.device_get(jax.jit(jax.vmap(pull))(wide[0], segments, wide[1]))
+    for name, mine in zip(names, got):
+        oracle.near(mine, want[name], f"d{name}", GRADIENT_ERROR)

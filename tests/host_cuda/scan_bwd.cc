@@ -17,16 +17,6 @@ struct Sizes {
   int Chunks() const { return (slab_tokens / kChunk) * slab_rows; }
 };
 
-// Of [outer, mid, near, inner], in boxes of `box` along axis `across`, the innermost one being 0.
-CUtensorMap Map(const Bf16* data, std::array<int64_t, 4> sizes, int across, int box) {
-  HostMap map{const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(data)), {}, {}, across, box, 2};
-  for (int i = 0, stride = 2; i < 4; stride *= sizes[i++]) map.sizes[i] = sizes[i], map.strides[i] = stride;
-  static_assert(sizeof(map) <= sizeof(CUtensorMap));
-  CUtensorMap stands{};
-  std::memcpy(&stands, &map, sizeof(map));
-  return stands;
-}
-
 void Launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel) {
   cluster::Launch(grid, 1, threads, shared, kernel);
 }
@@ -77,10 +67,10 @@ int main() {
   a.dB_parts = Fresh<float>(slab * n.g * a.parts * n.n),
   a.dC_parts = Fresh<float>(slab * n.g * a.parts * n.n);
   const auto of_tokens = [&](const Bf16* data, int heads, int inner, int box) {
-    return Map(data, {inner, heads, n.s, n.rows}, 2, box);
+    return MapOf(data, {inner, heads, n.s, n.rows}, 2, box);
   };
   const auto of_states = [&](const Bf16* data, int box) {
-    return Map(data, {n.n, n.p, n.h, n.Chunks()}, 1, box);
+    return MapOf(data, {n.n, n.p, n.h, n.Chunks()}, 1, box);
   };
   given.x = of_tokens(a.x, n.h, n.p, kChunk), given.dy = of_tokens(a.dy, n.h, n.p, kChunk);
   given.dx = of_tokens(a.dx, n.h, n.p, kPieceRows);

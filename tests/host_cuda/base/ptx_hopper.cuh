@@ -1,6 +1,8 @@
 // Stands for csrc/base/ptx_hopper.cuh: the same functions in C++, for cluster.h.
 #pragma once
 
+#include <cuda.h>
+
 namespace te {
 
 enum class Factors { kE4M3, kE4M3E5M2, kE5M2E4M3, kBF16, kF16 };
@@ -43,6 +45,19 @@ struct HostMap {
     return byte;
   }
 };
+
+// Of bf16 [outer, mid, near, inner], sizes from the innermost axis on, in boxes of `box` along axis `across`;
+// of mid `there` are there, or all.
+inline CUtensorMap MapOf(const __nv_bfloat16* data, std::array<int64_t, 4> sizes, int across, int box,
+                         int64_t there = 0) {
+  HostMap map{const_cast<uint8_t*>(reinterpret_cast<const uint8_t*>(data)), {}, {}, across, box, 2};
+  for (int i = 0, stride = 2; i < 4; stride *= sizes[i++]) map.sizes[i] = sizes[i], map.strides[i] = stride;
+  if (there) map.sizes[2] = there;
+  static_assert(sizeof(map) <= sizeof(CUtensorMap));
+  CUtensorMap stands{};
+  std::memcpy(&stands, &map, sizeof(map));
+  return stands;
+}
 
 inline cluster::Barrier& BarrierOf(int cta, uint32_t address) { return cluster::ctas[cta].barriers[address]; }
 inline uint8_t* Shared8(int cta, uint32_t address) { return cluster::ctas[cta].shared() + address; }
@@ -166,6 +181,26 @@ void LoadMatrices(uint32_t (&words)[4], const void* row) {
       const uint32_t number = FromShared<uint16_t>(from + 2 * (kTransposed ? across : along + side));
       words[i] = side ? words[i] | number << 16 : number;
     }
+}
+
+template <bool kHalf>
+void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(!kHalf);
+  struct Words {
+    uint32_t a[4], b[2];
+  };
+  static std::map<std::pair<int, int>, std::array<Words, 32>> of_warps;
+  auto& all = of_warps[{cluster::self->cta, cluster::self->index / 32}];
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  all[lane] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  cluster::MeetWarp();
+  const auto number = [](uint32_t word, int side) { return __uint_as_float(word >> 16 * side << 16); };
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {
+      const Words &left = all[row * 4 + k % 8 / 2], &right = all[(column + i % 2) * 4 + k % 8 / 2];
+      d[i] += number(left.a[k / 8 * 2 + i / 2], k % 2) * number(right.b[k / 8], k % 2);
+    }
+  cluster::MeetWarp();
 }
 
 // What a thread fetches is there when it has waited for it, and fenced, as products want it.

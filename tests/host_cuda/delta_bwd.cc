@@ -1,0 +1,97 @@
+// One call of the kernels of te_gated_delta_bwd on Hopper on the CPU, slab by slab, with threads of
+// cluster.h: from the standard input its numbers and arrays, to the standard output dq, dk, dv, dbeta, dgate
+// and the gradient to the initial state.
+#include "cluster.h"
+//
+#include "delta/delta_bwd_chunks_hopper.cuh"
+#include "delta/delta_bwd_hopper.cuh"
+
+namespace {
+
+using namespace te;
+using namespace te::delta;
+
+struct Sizes {
+  int rows, s, h, g, d, e, slab_rows, slab_tokens, normalize;
+};
+
+void Launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel) {
+  cluster::Launch(grid.x * grid.y * grid.z, 1, threads, shared, [&] {
+    const unsigned i = blockIdx.x;
+    blockIdx = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, gridDim = grid;
+    kernel();
+  });
+}
+
+HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
+  const int there = std::min(a.slab.tokens, n.s - a.slab.first_token);
+  const int chunks = a.slab.rows * (a.slab.tokens / kChunk);
+  const auto keys = [&](const Bf16* data, int box) { return MapOf(data, {n.d, n.g, n.s, n.rows}, 2, box); };
+  const auto of_slab = [&](const Bf16* data) {
+    return MapOf(data, {n.e, n.h, a.slab.tokens, a.slab.rows}, 2, kChunk, there);
+  };
+  const auto states = [&](const Bf16* data) { return MapOf(data, {n.d, n.e, n.h, chunks}, 1, kSlab); };
+  return {a,
+          keys(a.again.q, kChunk),
+          keys(a.again.k, kChunk),
+          MapOf(a.back.v, {n.e, n.h, n.s, n.rows}, 2, kChunk),
+          of_slab(a.written),
+          of_slab(a.gradients_written),
+          states(a.states),
+          states(a.gradients),
+          keys(a.dq, kBand),
+          keys(a.dk, kBand)};
+}
+
+template <int kD, bool kRuns>
+void Run(const GradArgs& a, const Sizes& n) {
+  Launch(GradWalkGrid(a), kThreads, sizeof(HopperShared<kD>), [&] { te_gated_delta_bwd_walk_hopper<kD>(a); });
+  const HopperGradArgs given = WithMaps(a, n);
+  Launch(dim3(n.g, a.slab.tokens / kChunk, a.slab.rows), ssm::kHopperThreads,
+         sizeof(HopperGradShared<kD, kRuns>), [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
+}
+
+template <typename T>
+T* Fresh(size_t count) {  // with what shows that nothing was written
+  T* data = static_cast<T*>(std::aligned_alloc(256, (count * sizeof(T) + 255) / 256 * 256));
+  std::memset(static_cast<void*>(data), 0xff, count * sizeof(T));
+  return data;
+}
+
+}  // namespace
+
+int main() {
+  Sizes n;
+  cluster::Read(&n, sizeof(n));
+  GradArgs a{};
+  WalkArgs& again = a.again;
+  using cluster::ReadArray;
+  again.s = n.s, again.h = n.h, again.g = n.g, again.d = n.d, again.e = n.e;
+  again.q = ReadArray<Bf16>(), again.k = ReadArray<Bf16>(), again.v = ReadArray<Bf16>();
+  again.chunks = ReadArray<Chunk>();
+  a.back = again, a.back.v = ReadArray<Bf16>();
+  a.kept = ReadArray<float>();
+  const float* after = ReadArray<float>();
+  a.runs = ReadArray<int>();
+  a.scale = 1 / std::sqrt(float(n.d)), a.normalize = n.normalize;
+  const size_t tokens = size_t(n.rows) * n.s, slab = size_t(n.slab_rows) * n.slab_tokens * n.h;
+  const size_t state = size_t(n.rows) * n.h * n.d * n.e;
+  a.dq = Fresh<Bf16>(tokens * n.g * n.d), a.dk = Fresh<Bf16>(tokens * n.g * n.d);
+  a.dv = Fresh<Bf16>(tokens * n.h * n.e), a.dbeta = Fresh<float>(tokens * n.h);
+  a.dgate = Fresh<float>(tokens * n.h), a.before = Fresh<float>(state);
+  a.states = Fresh<Bf16>(slab / kChunk * n.d * n.e), a.gradients = Fresh<Bf16>(slab / kChunk * n.d * n.e);
+  a.written = Fresh<Bf16>(slab * n.e), a.gradients_written = Fresh<Bf16>(slab * n.e);
+  const auto run =
+      a.runs ? (n.d <= 64 ? Run<64, true> : Run<128, true>) : (n.d <= 64 ? Run<64, false> : Run<128, false>);
+  for (int row = 0; row < n.rows; row += n.slab_rows) {
+    a.after = after;
+    for (int i = (n.s + n.slab_tokens - 1) / n.slab_tokens; i-- > 0; a.after = a.before) {
+      a.slab = {std::min(n.slab_rows, n.rows - row), n.slab_tokens, row, i * n.slab_tokens};
+      run(a, n);
+    }
+  }
+  for (const Bf16* keys : {a.dq, a.dk}) std::fwrite(keys, 2, tokens * n.g * n.d, stdout);
+  std::fwrite(a.dv, 2, tokens * n.h * n.e, stdout);
+  for (const float* heads : {a.dbeta, a.dgate}) std::fwrite(heads, 4, tokens * n.h, stdout);
+  std::fwrite(a.before, 4, state, stdout);
+}
