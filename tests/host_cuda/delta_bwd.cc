@@ -15,14 +15,6 @@ struct Sizes {
   int rows, s, h, g, d, e, slab_rows, slab_tokens, normalize;
 };
 
-void Launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel) {
-  cluster::Launch(grid.x * grid.y * grid.z, 1, threads, shared, [&] {
-    const unsigned i = blockIdx.x;
-    blockIdx = {i % grid.x, i / grid.x % grid.y, i / grid.x / grid.y}, gridDim = grid;
-    kernel();
-  });
-}
-
 HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
   const int there = std::min(a.slab.tokens, n.s - a.slab.first_token);
   const int chunks = a.slab.rows * (a.slab.tokens / kChunk);
@@ -45,10 +37,12 @@ HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
 
 template <int kD, bool kRuns>
 void Run(const GradArgs& a, const Sizes& n) {
-  Launch(GradWalkGrid(a), kThreads, sizeof(HopperShared<kD>), [&] { te_gated_delta_bwd_walk_hopper<kD>(a); });
+  cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD>),
+                  [&] { te_gated_delta_bwd_walk_hopper<kD, 1>(a); });
   const HopperGradArgs given = WithMaps(a, n);
-  Launch(dim3(n.g, a.slab.tokens / kChunk, a.slab.rows), ssm::kHopperThreads,
-         sizeof(HopperGradShared<kD, kRuns>), [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
+  cluster::Launch(dim3(n.g, a.slab.tokens / kChunk, a.slab.rows), 1, ssm::kHopperThreads,
+                  sizeof(HopperGradShared<kD, kRuns>),
+                  [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
 }
 
 template <typename T>

@@ -17,18 +17,14 @@ struct Sizes {
   int Chunks() const { return (slab_tokens / kChunk) * slab_rows; }
 };
 
-void Launch(dim3 grid, int threads, size_t shared, const std::function<void()>& kernel) {
-  cluster::Launch(grid, 1, threads, shared, kernel);
-}
-
 template <int kN, bool kRuns>
 void Run(const HopperGradArgs& given, const Sizes& n) {
   const GradArgs& a = given.a;
   const unsigned walks = a.slab.rows * (1 + (a.slab.tokens + kKept - 1) / kKept), chunks = a.slab.Chunks();
-  Launch(dim3(n.h, walks), kWalkThreads, sizeof(HopperWalkShared<kN, kRuns>),
-         [&] { te_ssd_bwd_states_hopper<kN, kRuns>(given); });
-  Launch(dim3(a.g * a.parts, chunks, a.slab.rows), kHopperThreads, sizeof(HopperGradShared<kN, kRuns>),
-         [&] { te_ssd_bwd_chunks_hopper<kN, kRuns>(given); });
+  cluster::Launch(dim3(n.h, walks), 1, kWalkThreads, sizeof(HopperWalkShared<kN, kRuns>),
+                  [&] { te_ssd_bwd_states_hopper<kN, kRuns>(given); });
+  cluster::Launch(dim3(a.g * a.parts, chunks, a.slab.rows), 1, kHopperThreads,
+                  sizeof(HopperGradShared<kN, kRuns>), [&] { te_ssd_bwd_chunks_hopper<kN, kRuns>(given); });
   Launch(dim3(SumCtas(a) + StepCtas(a), a.slab.rows), kThreads, 0,
          [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
 }
