@@ -57,6 +57,18 @@ __device__ __forceinline__ void StoreAt(uint32_t to, int word, uint32_t barrier,
       : "memory");
 }
 
+// 16 bytes at this address in CTA `rank` of the cluster.
+__device__ __forceinline__ float4 LoadAt(uint32_t from, unsigned rank) {
+  float4 v;
+  asm volatile(
+      "{\n.reg .b32 there;\nmapa.shared::cluster.u32 there, %4, %5;\n"
+      "ld.shared::cluster.v4.f32 {%0, %1, %2, %3}, [there];\n}"
+      : "=f"(v.x), "=f"(v.y), "=f"(v.z), "=f"(v.w)
+      : "r"(from), "r"(rank)
+      : "memory");
+  return v;
+}
+
 __device__ __forceinline__ unsigned ClusterRank() {
   unsigned rank;
   asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));

@@ -27,6 +27,16 @@ Status MapOfStates(CUtensorMap* map, const Bf16* data, const WalkArgs& of, int64
                           {value, head, of.h * head}, {kSlab, 1, 1});
 }
 
+// So many as there would else be no CTA of for each SM of a Hopper, and as a cluster may have everywhere.
+int PartsOf(const GradArgs& a) {
+  constexpr int kMost = 8, kCtas = 132;
+  const int heads = a.again.h / a.again.g;
+  const int64_t ctas = int64_t(a.again.g) * (a.slab.tokens / kChunk) * a.slab.rows;
+  int parts = int(std::min<int64_t>(kMost, std::max<int64_t>(1, kCtas / ctas)));
+  while (heads % parts != 0) --parts;
+  return parts;
+}
+
 // Tokens of the slab that lie behind the last one are not there.
 Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
   const WalkArgs& of = a.again;
@@ -34,7 +44,7 @@ Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
   const int64_t there = std::min(a.slab.tokens, of.s - a.slab.first_token);
   const OfTokens of_slab{a.slab.rows, a.slab.tokens, there, of.h, of.e};
   const int64_t chunks = int64_t(a.slab.rows) * (a.slab.tokens / kChunk);
-  out->a = a;
+  out->a = a, out->parts = PartsOf(a), out->heads = of.h / of.g / out->parts;
   TE_TRY(MapOfTokens(&out->q, of.q, keys, kChunk));
   TE_TRY(MapOfTokens(&out->k, of.k, keys, kChunk));
   TE_TRY(MapOfTokens(&out->dq, a.dq, keys, kBand));
@@ -53,8 +63,8 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
   constexpr size_t kBytes = sizeof(HopperGradShared<kD, kRuns>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const dim3 grid(a.again.g, a.slab.tokens / kChunk, a.slab.rows);
-  return LaunchBehind(stream, true, kernel, grid, ssm::kHopperThreads, kBytes, given);
+  const dim3 grid(a.again.g * given.parts, a.slab.tokens / kChunk, a.slab.rows);
+  return LaunchBehind(stream, true, kernel, grid, ssm::kHopperThreads, kBytes, given, given.parts);
 }
 
 }  // namespace

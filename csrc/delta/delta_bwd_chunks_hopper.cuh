@@ -6,10 +6,10 @@
 
 namespace te::delta {
 
-// A chunk of the heads that share a key, one after the other. Tokens are the rows of all results. One
-// warpgroup has dq and dv, one dk, one the gradients to scores. What follows from a product of a state with
-// queries or keys before it is weighed is what tokens make of that; so what is added to dq and dk is one
-// product of all heads, whose tokens are weighed.
+// A chunk of the heads that share a key, or of some of them, one after the other. Tokens are the rows of all
+// results. One warpgroup has dq and dv, one dk, one the gradients to scores. What follows from a product of a
+// state with queries or keys before it is weighed is what tokens make of that; so what is added to dq and dk
+// is one product of all heads, whose tokens are weighed.
 template <int kD, bool kRuns>
 struct HopperGradients {
   using Shared = HopperGradShared<kD, kRuns>;
@@ -18,14 +18,15 @@ struct HopperGradients {
   const HopperGradArgs& given;
   Shared& s;
   const GradArgs& a = given.a;
-  const int row = blockIdx.z, chunk = blockIdx.y, group = blockIdx.x;
+  const int row = blockIdx.z, chunk = blockIdx.y, index = blockIdx.x;
 
+  __device__ __forceinline__ int Group() const { return index / given.parts; }
   __device__ __forceinline__ int64_t Row() const { return a.slab.first_row + row; }
   __device__ __forceinline__ int Token() const { return a.slab.first_token + chunk * kChunk; }
   __device__ __forceinline__ int Tiles() const { return (a.again.e + kSlab - 1) / kSlab; }
-  __device__ __forceinline__ int Heads() const { return a.again.h / a.again.g; }
+  __device__ __forceinline__ int Heads() const { return given.heads; }
   __device__ __forceinline__ int Units() const { return Heads() * Tiles(); }
-  __device__ __forceinline__ int Head(int i) const { return group * Heads() + i; }
+  __device__ __forceinline__ int Head(int i) const { return index * Heads() + i; }
   __device__ __forceinline__ const Weights& WeightsOf(int i) const {
     const int64_t chunks = (a.again.s + kChunk - 1) / kChunk;
     return a.again.chunks[(Row() * chunks + Token() / kChunk) * a.again.h + Head(i)].weights;
@@ -55,8 +56,8 @@ struct HopperGradients {
     const uint32_t of_group = AddressOf(s.group_full);
     ArriveExpecting(of_group, 2 * ssm::kWideBytes<kD>);
     for (int box = 0; box < kD / 64; ++box) {
-      CopyBox(AddressOf(s.q + box * kBoxBytes), &given.q, of_group, 64 * box, group, Token(), Row());
-      CopyBox(AddressOf(s.k + box * kBoxBytes), &given.k, of_group, 64 * box, group, Token(), Row());
+      CopyBox(AddressOf(s.q + box * kBoxBytes), &given.q, of_group, 64 * box, Group(), Token(), Row());
+      CopyBox(AddressOf(s.k + box * kBoxBytes), &given.k, of_group, 64 * box, Group(), Token(), Row());
     }
     const int of_slab = row * a.slab.Chunks() + chunk;
     for (int i = 0; i < Units(); ++i) {
@@ -297,20 +298,54 @@ struct HopperGradients {
         }
       }
     }
-    const int next = Units() + 1;
+    const int next = Units() + (of_queries ? 1 : 2);
     ssm::WaitEmpty(s.empty, next);
-    const auto& stage = s.stages[next % kStages];
-    const uint32_t piece =
-        AddressOf(of_queries ? stage.state : stage.gradient) + ssm::WarpOfGroup() * ssm::kPieceBytes;
+    if (given.parts > 1) return PutPart(of, of_queries);
+    const uint32_t piece = AddressOf(&s.stages[next % kStages]) + ssm::WarpOfGroup() * ssm::kPieceBytes;
 #pragma unroll
     for (int box = 0; box < kD / 64; ++box) ssm::PutRows(piece + box * kBoxBytes, of + 32 * box);
     FenceAsync();
     __syncwarp();
     if (Lane() > 0) return;
     for (int box = 0; box < kD / 64; ++box)
-      StoreBox(map, piece + box * kBoxBytes, 64 * box, group, Token() + ssm::WarpOfGroup() * kBand, Row());
+      StoreBox(map, piece + box * kBoxBytes, 64 * box, Group(), Token() + ssm::WarpOfGroup() * kBand, Row());
     CommitStores();
     WaitForStores();
+  }
+
+  // Where the heads of a key are those of several CTAs, dq or dk of this one's, f32 [64, kD], in the stage
+  // behind the one of scores, or in the next.
+  static constexpr int kPitch = kD + 8;
+  static_assert(kChunk * kPitch * 4 <= sizeof(typename Shared::Stage));
+  __device__ __forceinline__ uint8_t* PartOf(bool queries) const {
+    return reinterpret_cast<uint8_t*>(&s.stages[(Units() + (queries ? 1 : 2)) % kStages]);
+  }
+  __device__ __forceinline__ void PutPart(const float (&of)[kD / 2], bool of_queries) const {
+#pragma unroll
+    for (int i = 0; i < kD / 2; i += 2) {
+      const int at = RowOfHalf(i / 2 % 2) * kPitch + i / 4 * 8 + ssm::ColumnOf(0);
+      reinterpret_cast<float2*>(PartOf(of_queries))[at / 2] = make_float2(of[i], of[i + 1]);
+    }
+  }
+  // All threads: of each CTA of the cluster some tokens, summed over all in the order of heads.
+  __device__ __forceinline__ void AddParts() const {
+    SyncCluster();
+    constexpr int kPieces = kD / 4, kOfOne = kChunk * kPieces;
+    for (int i = int(ClusterRank()) * ssm::kHopperThreads + threadIdx.x; i < 2 * kOfOne;
+         i += given.parts * ssm::kHopperThreads) {
+      const bool of_queries = i < kOfOne;
+      const int token = i % kOfOne / kPieces, column = i % kPieces * 4;
+      if (Token() + token >= a.again.s || column >= a.again.d) continue;
+      const uint32_t at = AddressOf(PartOf(of_queries)) + (token * kPitch + column) * 4;
+      float sums[4] = {};
+      for (int other = 0; other < given.parts; ++other) {
+        const float4 of = LoadAt(at, other);
+        sums[0] += of.x, sums[1] += of.y, sums[2] += of.z, sums[3] += of.w;
+      }
+      const int64_t to = ((Row() * a.again.s + Token() + token) * a.again.g + Group()) * a.again.d + column;
+      Store((of_queries ? a.dq : a.dk) + to, Round<Bf16, 4>(sums));
+    }
+    SyncCluster();
   }
 
   // A warpgroup: the gradients to scores.
@@ -423,22 +458,29 @@ __global__ void __launch_bounds__(ssm::kHopperThreads, 1)
   HopperGradients<kD, kRuns> of{given, *reinterpret_cast<HopperGradShared<kD, kRuns>*>(shared)};
   of.Begin();
   const int group = ssm::GroupIndex();
+  // In each branch anew, as their threads have their own number of registers.
+  const auto add_parts = [&] {
+    if (given.parts > 1) of.AddParts();
+  };
   if (group == 3) {
     GiveRegisters<40>();
     const int warp = ssm::WarpOfGroup();
-    return warp == 0 ? of.Copy() : warp == 1 ? of.OfGates() : of.Through();
-  }
-  if (group == 2) {
+    warp == 0 ? of.Copy() : warp == 1 ? of.OfGates() : of.Through();
+    add_parts();
+  } else if (group == 2) {
     TakeRegisters<168>();
-    return of.OfScores();
+    of.OfScores();
+    add_parts();
+  } else {
+    TakeRegisters<152>();
+    if (group == 0)
+      of.OfQueries();
+    else if (kRuns && !of.IsOneRun())
+      of.template OfKeys<kRuns>();
+    else
+      of.template OfKeys<false>();
+    add_parts();
   }
-  TakeRegisters<152>();
-  if (group == 0)
-    of.OfQueries();
-  else if (kRuns && !of.IsOneRun())
-    of.template OfKeys<kRuns>();
-  else
-    of.template OfKeys<false>();
 #else
   __trap();  // compiled only for Hopper
 #endif

@@ -225,14 +225,14 @@ def bwd(tmp_path_factory):
 
 # As in tests/ops/test_cuda_gated_delta.py.
 GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
-# s, h, g, d, e, tokens of a slab, whether rows have segments: as above; heads that share a key; more units than stages;
-# slabs of a row, and a state that was kept.
+# s, h, g, d, e, tokens of a slab, parts of the heads of a key, whether rows have segments: as above; more heads than
+# stages, or CTAs that share a key; rows of several slabs, and a state that was kept.
 GRADIENTS = [
-    (1, 2, 2, 8, 8, 64, False),
-    (100, 2, 1, 128, 128, 128, True),
-    (130, 1, 1, 64, 72, 192, True),
-    (70, 5, 1, 16, 24, 128, False),
-    (580, 1, 1, 24, 16, 512, True),
+    (1, 2, 2, 8, 8, 64, 1, False),
+    (100, 2, 1, 128, 128, 128, 1, True),
+    (130, 2, 1, 72, 72, 192, 2, True),
+    (70, 5, 1, 16, 24, 128, 1, False),
+    (580, 1, 1, 24, 16, 512, 1, True),
 ]
 
 
@@ -250,8 +250,8 @@ def kept_of(chunks, given):
     return np.stack(kept).astype(f32)
 
 
-@pytest.mark.parametrize("s, h, g, d, e, slab_tokens, has_runs", GRADIENTS, ids=str)
-def test_gradients(bwd, rng, s, h, g, d, e, slab_tokens, has_runs):
+@pytest.mark.parametrize("s, h, g, d, e, slab_tokens, parts, has_runs", GRADIENTS, ids=str)
+def test_gradients(bwd, rng, s, h, g, d, e, slab_tokens, parts, has_runs):
     """Three rows in slabs of two, of other gates and segments."""
     count = 3
     rows, (dy, dlast), segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=count)
@@ -264,7 +264,7 @@ def test_gradients(bwd, rng, s, h, g, d, e, slab_tokens, has_runs):
     names = "q", "k", "v", "beta", "gate", "initial_state"
     results = [np.zeros(rows[name].shape, bf16 if name in "qkv" else f32) for name in names]
     arrays = [*(rows[name] for name in "qkv"), blob, dy, kept, dlast, runs if has_runs else None]
-    got = results_of(program.call(bwd, [count, s, h, g, d, e, 2, slab_tokens, 1], arrays), results)
+    got = results_of(program.call(bwd, [count, s, h, g, d, e, 2, slab_tokens, parts], arrays), results)
 
     def pull(given, ids, cotangents):
         return jax.vjp(lambda given: oracle.rule(given, ids), given)[1](cotangents)[0]

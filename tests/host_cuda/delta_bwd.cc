@@ -12,7 +12,7 @@ using namespace te;
 using namespace te::delta;
 
 struct Sizes {
-  int rows, s, h, g, d, e, slab_rows, slab_tokens, normalize;
+  int rows, s, h, g, d, e, slab_rows, slab_tokens, parts;
 };
 
 HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
@@ -24,6 +24,8 @@ HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
   };
   const auto states = [&](const Bf16* data) { return MapOf(data, {n.d, n.e, n.h, chunks}, 1, kSlab); };
   return {a,
+          n.parts,
+          n.h / n.g / n.parts,
           keys(a.again.q, kChunk),
           keys(a.again.k, kChunk),
           MapOf(a.back.v, {n.e, n.h, n.s, n.rows}, 2, kChunk),
@@ -40,7 +42,7 @@ void Run(const GradArgs& a, const Sizes& n) {
   cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD>),
                   [&] { te_gated_delta_bwd_walk_hopper<kD, 1>(a); });
   const HopperGradArgs given = WithMaps(a, n);
-  cluster::Launch(dim3(n.g, a.slab.tokens / kChunk, a.slab.rows), 1, ssm::kHopperThreads,
+  cluster::Launch(dim3(n.g * n.parts, a.slab.tokens / kChunk, a.slab.rows), n.parts, ssm::kHopperThreads,
                   sizeof(HopperGradShared<kD, kRuns>),
                   [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
 }
@@ -67,7 +69,7 @@ int main() {
   a.kept = ReadArray<float>();
   const float* after = ReadArray<float>();
   a.runs = ReadArray<int>();
-  a.scale = 1 / std::sqrt(float(n.d)), a.normalize = n.normalize;
+  a.scale = 1 / std::sqrt(float(n.d)), a.normalize = true;
   const size_t tokens = size_t(n.rows) * n.s, slab = size_t(n.slab_rows) * n.slab_tokens * n.h;
   const size_t state = size_t(n.rows) * n.h * n.d * n.e;
   a.dq = Fresh<Bf16>(tokens * n.g * n.d), a.dk = Fresh<Bf16>(tokens * n.g * n.d);

@@ -83,6 +83,11 @@ inline void StoreAt(uint32_t to, int word, uint32_t barrier, unsigned rank) {
     BarrierOf(rank, barrier).Bring(sizeof(word));
   });
 }
+inline float4 LoadAt(uint32_t from, unsigned rank) {
+  float4 v;
+  std::memcpy(&v, Shared8(rank, from), sizeof(v));
+  return v;
+}
 inline unsigned ClusterRank() { return cluster::self->cta; }
 inline void SyncCluster() { cluster::Meet(cluster::everyone); }
 template <int kRegisters>
