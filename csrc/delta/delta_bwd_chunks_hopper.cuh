@@ -131,8 +131,10 @@ struct HopperGradients {
       float reads[2] = {}, along[kSlab / 16] = {};
       for (int tile = 0; tile < Tiles(); ++tile) {
         const int i = head * Tiles() + tile;
+        const int first = tile * kSlab;
+        const int64_t values = ValuesAt(Head(head), first);
         Values v{};
-        LoadValues(v, Head(head), tile * kSlab);  // on their way meanwhile
+        LoadValues(v, values, first);  // on their way meanwhile
         ssm::WaitFull(s.full, i);
         const auto& stage = s.stages[i % kStages];
         const Weights& weights = s.known[i % kStages].weights;
@@ -140,7 +142,7 @@ struct HopperGradients {
         float read[32];
         uint32_t dy[4][4];
         MultiplyState<kD>(read, s.q, stage.state);
-        OfValues(stage.alone, weights.betas, v, Head(head), tile * kSlab, along);
+        OfValues(stage.alone, weights.betas, v, values, first, along);
         LoadWeighed(dy, stage.dy, by);
         WaitForProducts<0>();
         Settle(read);
@@ -171,29 +173,30 @@ struct HopperGradients {
     Write(&given.dq, dq, s.q, true);
   }
 
-  // Eight threads share a token.
+  // Eight threads share a token, 16 behind the one before.
   using Values = Vec<Bf16, 8>[kSlab / 16];
   __device__ __forceinline__ static int TokenOfValues(int j) {
     return threadIdx.x % ssm::kGroup / 8 + 16 * j;
   }
-  __device__ __forceinline__ static int ColumnOfValues() { return threadIdx.x % 8 * 8; }
   __device__ __forceinline__ bool Has(int j, int first) const {
-    return Token() + TokenOfValues(j) < a.again.s && first + ColumnOfValues() < a.again.e;
+    return Token() + TokenOfValues(j) < a.again.s && first + int(threadIdx.x) % 8 * 8 < a.again.e;
   }
-  __device__ __forceinline__ int64_t ValuesAt(int j, int head, int first) const {
-    const int64_t token = Row() * a.again.s + Token() + TokenOfValues(j);
-    return (token * a.again.h + head) * a.again.e + first + ColumnOfValues();
+  // Of the first token, and how far it is to the next.
+  __device__ __forceinline__ int64_t ValuesAt(int head, int first) const {
+    const int64_t token = Row() * a.again.s + Token() + TokenOfValues(0);
+    return (token * a.again.h + head) * a.again.e + first + threadIdx.x % 8 * 8;
   }
-  __device__ __forceinline__ void LoadValues(Values& v, int head, int first) const {
+  __device__ __forceinline__ int64_t NextValues() const { return int64_t(16) * a.again.h * a.again.e; }
+  __device__ __forceinline__ void LoadValues(Values& v, int64_t at, int first) const {
 #pragma unroll
-    for (int j = 0; j < kSlab / 16; ++j)
-      if (Has(j, first)) v[j] = Load<8>(a.again.v + ValuesAt(j, head, first));
+    for (int j = 0; j < kSlab / 16; ++j, at += NextValues())
+      if (Has(j, first)) v[j] = Load<8>(a.again.v + at);
   }
   // dv, and v times the gradient to what a token writes.
   __device__ __forceinline__ void OfValues(const uint8_t* alone, const float* betas, const Values& v,
-                                           int head, int first, float (&along)[kSlab / 16]) const {
+                                           int64_t at, int first, float (&along)[kSlab / 16]) const {
 #pragma unroll
-    for (int j = 0; j < kSlab / 16; ++j) {
+    for (int j = 0; j < kSlab / 16; ++j, at += NextValues()) {
       if (!Has(j, first)) continue;
       const int token = TokenOfValues(j);
       const auto of = Load<8>(reinterpret_cast<const Bf16*>(alone + InBox(token, threadIdx.x % 8)));
@@ -201,7 +204,7 @@ struct HopperGradients {
       float dv[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) along[j] += of[n] * v[j][n], dv[n] = beta * of[n];
-      Store(a.dv + ValuesAt(j, head, first), Round<Bf16, 8>(dv));
+      Store(a.dv + at, Round<Bf16, 8>(dv));
     }
   }
 
@@ -471,14 +474,16 @@ __global__ void __launch_bounds__(ssm::kHopperThreads, 1)
     TakeRegisters<168>();
     of.OfScores();
     add_parts();
-  } else {
+  } else if (group == 1) {
     TakeRegisters<152>();
-    if (group == 0)
-      of.OfQueries();
-    else if (kRuns && !of.IsOneRun())
+    if (kRuns && !of.IsOneRun())
       of.template OfKeys<kRuns>();
     else
       of.template OfKeys<false>();
+    add_parts();
+  } else {
+    TakeRegisters<152>();
+    of.OfQueries();
     add_parts();
   }
 #else
