@@ -104,7 +104,8 @@ void Delta(const Sizes& of) {
         LaunchGatedDeltaFwd(nullptr, q, k, v, beta, gate, runs, initial, Written(BF16, {rows, s, h, p}),
                             Written(F32, {rows, h, n, p}), states, Written(U8, {of_chunks}), 0.1, true,
                             shared));
-  const int64_t bytes = Padded(of_chunks) + Padded(2 * of_slab / 64 * n) + Padded(2 * of_slab);
+  const int64_t exchanged = Padded(2 * of_slab / 64 * n) + Padded(2 * of_slab);
+  const int64_t bytes = Padded(of_chunks) + (slab_rows < rows || slab_tokens < s ? 2 : 1) * exchanged;
   Check("te_gated_delta_bwd",
         LaunchGatedDeltaBwd(nullptr, dy, dlast, q, k, v, beta, gate, runs, Arg{states},
                             Written(BF16, {rows, s, g, n}), Written(BF16, {rows, s, g, n}),

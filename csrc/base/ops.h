@@ -151,8 +151,8 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
 // dy as v, dlast? as last, the rest as above, states that the forward pass kept -> dq, dk as q, dv as v,
 // dbeta, dgate, dinitial? as initial. In slabs of slab_rows rows and slab_tokens tokens (a multiple of 512,
 // or of 64 and s or more); workspace, each part a multiple of 256 bytes: as the forward pass has it, the
-// state f32 [b, h, d, e] unless dinitial is there, twice bf16 [slab_rows, slab_tokens / 64, h, e, d], twice
-// bf16 [slab_rows, slab_tokens, h, e].
+// state f32 [b, h, d, e] unless dinitial is there; and of a slab, for two where there are several, twice bf16
+// [slab_rows, slab_tokens / 64, h, e, d], then twice bf16 [slab_rows, slab_tokens, h, e].
 Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k, Arg v, Arg beta, Arg gate,
                            Arg runs, Arg states, Ret dq, Ret dk, Ret dv, Ret dbeta, Ret dgate, Ret dinitial,
                            Ret workspace, double scale, bool normalize, int64_t shared, int64_t slab_rows,

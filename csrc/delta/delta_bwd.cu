@@ -13,10 +13,22 @@ namespace te {
 namespace delta {
 namespace {
 
+// What the kernels of a slab exchange. Where a call has more than one slab there are two, in turns.
+struct Exchange {
+  Bf16 *states, *gradients, *written, *gradients_written;
+
+  void Use(GradArgs* a) const {
+    a->states = states, a->gradients = gradients, a->written = written;
+    a->gradients_written = gradients_written;
+  }
+};
+
+int64_t Slabs(int64_t s, const Slab& slab) { return std::max<int64_t>(1, CeilDiv(s, slab.tokens)); }
+
 // Divides the workspace: chunks, the gradient to the state between slabs, unless that is a result, states and
 // gradients of a slab's chunks, what its tokens write and the gradients to what they would write alone.
 Status Divide(const char* op, const Tensor& workspace, const Tensor& dinitial, const DeltaCall& call,
-              GradArgs* a) {
+              GradArgs* a, Exchange (*exchanges)[2]) {
   int64_t used = 0;
   const auto take = [&](int64_t bytes) {
     char* part = static_cast<char*>(workspace.data) + used;
@@ -28,8 +40,12 @@ Status Divide(const char* op, const Tensor& workspace, const Tensor& dinitial, c
   a->again.chunks = reinterpret_cast<const Chunk*>(take(call.chunk_bytes));
   float* carried = reinterpret_cast<float*>(take(Present(dinitial) ? 0 : call.state.count() * 4));
   a->before = Present(dinitial) ? Data<float>(dinitial) : carried;
-  a->states = reinterpret_cast<Bf16*>(take(2 * states * 2)), a->gradients = a->states + states;
-  a->written = reinterpret_cast<Bf16*>(take(2 * written * 2)), a->gradients_written = a->written + written;
+  const bool is_one = a->slab.rows >= call.rows && Slabs(call.chunks.s, a->slab) == 1;
+  for (int i = 0; i < (is_one ? 1 : 2); ++i) {
+    Exchange& of = (*exchanges)[i];
+    of.states = reinterpret_cast<Bf16*>(take(2 * states * 2)), of.gradients = of.states + states;
+    of.written = reinterpret_cast<Bf16*>(take(2 * written * 2)), of.gradients_written = of.written + written;
+  }
   return Expect(op, {{"workspace", workspace, U8, {used}}});
 }
 
@@ -40,31 +56,46 @@ Status ExpectSlab(const char* op, int64_t s, int64_t rows, int64_t tokens) {
   return {};
 }
 
-Status RunSlab(cudaStream_t stream, const GradArgs& a, int64_t rows) {
+// Calls `run(arguments of a slab)`.
+template <typename Fn>
+Status EachSlab(int64_t rows, const float* dlast, GradArgs a, const Exchange (&exchanges)[2], Fn&& run) {
+  const Slab slab = a.slab;
+  int count = 0;
+  for (int64_t row = 0; row < rows; row += slab.rows) {
+    a.after = dlast;
+    for (int64_t i = Slabs(a.again.s, slab); i-- > 0; a.after = a.before) {
+      a.slab.rows = int(std::min<int64_t>(slab.rows, rows - row));
+      a.slab.first_row = int(row), a.slab.first_token = int(i * slab.tokens);
+      exchanges[count++ % 2].Use(&a);
+      TE_TRY(run(a));
+    }
+  }
+  return {};
+}
+
+// The walks of a slab are launched ahead of the last kernel of the one before, which so has the SMs that they
+// leave, and those that they need no more.
+Status RunSlabs(cudaStream_t stream, int64_t rows, const float* dlast, const GradArgs& all,
+                const Exchange (&exchanges)[2]) {
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));
   if (is_hopper) {
-    TE_TRY(RunGradWalksOnHopper(stream, a));
-    return RunGradChunksOnHopper(stream, a, rows);
+    GradArgs last{};
+    const auto run = [&](const GradArgs& a) -> Status {
+      TE_TRY(RunGradWalksOnHopper(stream, a));
+      if (last.states) TE_TRY(RunGradChunksOnHopper(stream, last, {rows, true}));
+      last = a;
+      return {};
+    };
+    TE_TRY(EachSlab(rows, dlast, all, exchanges, run));
+    return RunGradChunksOnHopper(stream, last, {rows, false});
   }
 #endif
-  TE_TRY(RunGradWalks(stream, a));
-  return RunGradChunks(stream, a);
-}
-
-Status RunSlabs(cudaStream_t stream, int64_t rows, const float* dlast, GradArgs a) {
-  const Slab slab = a.slab;
-  const int64_t slabs = std::max<int64_t>(1, CeilDiv(a.again.s, slab.tokens));
-  for (int64_t row = 0; row < rows; row += slab.rows) {
-    a.after = dlast;
-    for (int64_t i = slabs; i-- > 0; a.after = a.before) {
-      a.slab.rows = int(std::min<int64_t>(slab.rows, rows - row));
-      a.slab.first_row = int(row), a.slab.first_token = int(i * slab.tokens);
-      TE_TRY(RunSlab(stream, a, rows));
-    }
-  }
-  return {};
+  return EachSlab(rows, dlast, all, exchanges, [&](const GradArgs& a) -> Status {
+    TE_TRY(RunGradWalks(stream, a));
+    return RunGradChunks(stream, a);
+  });
 }
 
 }  // namespace
@@ -91,7 +122,8 @@ Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k,
   using ssm::Bf16;
   delta::GradArgs args{};
   args.slab = {int(slab_rows), int(slab_tokens), 0, 0};
-  TE_TRY(delta::Divide(kOp, workspace, dinitial, call, &args));
+  delta::Exchange exchanges[2]{};
+  TE_TRY(delta::Divide(kOp, workspace, dinitial, call, &args, &exchanges));
   if (call.state.count() == 0) return {};
   delta::WalkArgs& again = args.again;
   again.q = of.q, again.k = of.k, again.v = Data<const Bf16>(v);
@@ -103,7 +135,7 @@ Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k,
   args.dbeta = Data<float>(dbeta), args.dgate = Data<float>(dgate);
   delta::Chunk* const of_chunks = static_cast<delta::Chunk*>(workspace.data);
   if (of.s > 0) TE_TRY(delta::LaunchChunks(stream, of, call.rows, of_chunks));
-  return delta::RunSlabs(stream, call.rows, Data<const float>(dlast), args);
+  return delta::RunSlabs(stream, call.rows, Data<const float>(dlast), args, exchanges);
 }
 
 }  // namespace te

@@ -36,10 +36,18 @@ struct GradArgs {
   }
 };
 
-// The kernels of a slab: the walks and then all chunks; on Hopper they start before the kernel ahead is over.
+// The kernels of a slab: the walks and then all chunks.
 Status RunGradWalks(cudaStream_t stream, const GradArgs& a);
 Status RunGradChunks(cudaStream_t stream, const GradArgs& a);
+
+// The same on Hopper, where they start before the kernel ahead is over. `overlaps`: of the slab before that
+// whose walks are the kernel ahead, all of which have begun: who begins awaits the end of what came before
+// it, so the slab's own walks are over. In turn the chunks end when the walks ahead have ended.
+struct HopperGradCall {
+  int64_t rows;  // of all slabs
+  bool overlaps;
+};
 Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a);
-Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows);  // of the call
+Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, const HopperGradCall& call);
 
 }  // namespace te::delta

@@ -69,10 +69,11 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
 
 }  // namespace
 
-Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows) {
+Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, const HopperGradCall& call) {
   if (a.slab.first_token >= a.again.s) return {};
   HopperGradArgs given{};
-  TE_TRY(MakeMaps(a, rows, &given));
+  TE_TRY(MakeMaps(a, call.rows, &given));
+  given.overlaps = call.overlaps;
   return ssm::DispatchStates(a.again.d, a.runs,
                              [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, given); });
 }

@@ -456,35 +456,36 @@ __global__ void __launch_bounds__(ssm::kHopperThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   LetNextStart();
-  AwaitPrevious();
+  if (!given.overlaps) AwaitPrevious();
   if (given.a.slab.first_token + int(blockIdx.y) * kChunk >= given.a.again.s) return;
   HopperGradients<kD, kRuns> of{given, *reinterpret_cast<HopperGradShared<kD, kRuns>*>(shared)};
   of.Begin();
   const int group = ssm::GroupIndex();
   // In each branch anew, as their threads have their own number of registers.
-  const auto add_parts = [&] {
+  const auto leave = [&] {
     if (given.parts > 1) of.AddParts();
+    if (given.overlaps && blockIdx.x + blockIdx.y + blockIdx.z == 0) AwaitPrevious();
   };
   if (group == 3) {
     GiveRegisters<40>();
     const int warp = ssm::WarpOfGroup();
     warp == 0 ? of.Copy() : warp == 1 ? of.OfGates() : of.Through();
-    add_parts();
+    leave();
   } else if (group == 2) {
     TakeRegisters<168>();
     of.OfScores();
-    add_parts();
+    leave();
   } else if (group == 1) {
     TakeRegisters<152>();
     if (kRuns && !of.IsOneRun())
       of.template OfKeys<kRuns>();
     else
       of.template OfKeys<false>();
-    add_parts();
+    leave();
   } else {
     TakeRegisters<152>();
     of.OfQueries();
-    add_parts();
+    leave();
   }
 #else
   __trap();  // compiled only for Hopper

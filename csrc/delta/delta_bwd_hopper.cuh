@@ -11,7 +11,8 @@ __global__ void __launch_bounds__(kWalkThreads<kGroups>, 1) te_gated_delta_bwd_w
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& s = *reinterpret_cast<HopperShared<kD, OfHead, kGroups>*>(shared);
-  LetNextStart();
+  AwaitPrevious();
+  LetNextStart();  // who starts behind this counts on the end of the kernel ahead
   RunGradWalk<kD, kHopperStages<OfHead, kGroups>, GroupProducts, kGroups>(
       a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 232>(s, walk); });
 #else

@@ -26,6 +26,7 @@ HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
   return {a,
           n.parts,
           n.h / n.g / n.parts,
+          false,
           keys(a.again.q, kChunk),
           keys(a.again.k, kChunk),
           MapOf(a.back.v, {n.e, n.h, n.s, n.rows}, 2, kChunk),

@@ -85,7 +85,9 @@ def rule_bwd_workspace(
     slab_rows: int, slab_tokens: int, **attrs: Any,
 ) -> int:  # fmt: skip
     """Bytes, as csrc/base/ops.h has them."""
-    (rows, _, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
+    (rows, s, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
     carried = 0 if "dinitial" in outputs else rows * h * d * e * 4
-    sizes = rule_workspace(q, k, v, beta, gate), carried, 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
+    exchanged = 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
+    slabs = ceil_div(rows, slab_rows) * max(1, ceil_div(s, slab_tokens))
+    sizes = rule_workspace(q, k, v, beta, gate), carried, *exchanged * min(2, slabs)
     return sum(ceil_div(size, 256) * 256 for size in sizes)
