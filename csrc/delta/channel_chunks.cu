@@ -231,32 +231,34 @@ struct OfChannels {
 
 template <int kD, bool kRuns>
 __global__ void __launch_bounds__(kThreads, 3)
-    te_gated_delta_channel_chunks(const ChunkArgs a, ChannelChunk<kD>* chunks) {
+    te_gated_delta_channel_chunks(const ChunkArgs a, const ChannelPart part, ChannelChunk<kD>* chunks) {
   LetNextStart();
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChannelShared<kD, kRuns>*>(memory);
-  ChannelChunk<kD>& out = chunks[int64_t(blockIdx.y) * gridDim.x + blockIdx.x];
-  const int chunk = blockIdx.x / a.h, head = blockIdx.x % a.h;
-  OfChannels<kD, kRuns>{a, shared, out, blockIdx.y, chunk * kChunk, head}.Run();
+  const int head = blockIdx.x % a.h, chunk = part.first_chunk + blockIdx.x / a.h;
+  const int64_t row = part.first_row + blockIdx.y;
+  ChannelChunk<kD>& out = chunks[part.At(row, chunk, head, a.h)];
+  OfChannels<kD, kRuns>{a, shared, out, row, chunk * kChunk, head}.Run();
 }
 
 template <int kD, bool kRuns>
-Status Run(cudaStream_t stream, const ChunkArgs& a, int64_t rows, void* chunks) {
+Status Run(cudaStream_t stream, const ChunkArgs& a, const ChannelPart& part, void* chunks) {
   const auto kernel = te_gated_delta_channel_chunks<kD, kRuns>;
   constexpr size_t kBytes = sizeof(ChannelShared<kD, kRuns>);
   static_assert(3 * (kBytes + 1024) <= 228 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const auto of_channels = static_cast<ChannelChunk<kD>*>(chunks);
-  const dim3 grid(unsigned(CeilDiv(a.s, kChunk) * a.h), unsigned(rows));
-  kernel<<<grid, kThreads, kBytes, stream>>>(a, of_channels);
+  const int64_t there = std::min<int64_t>(part.chunks, CeilDiv(a.s, kChunk) - part.first_chunk);
+  const dim3 grid(unsigned(there * a.h), unsigned(part.rows));
+  kernel<<<grid, kThreads, kBytes, stream>>>(a, part, of_channels);
   TE_LAUNCHED();
 }
 
 }  // namespace
 
-Status LaunchChannelChunks(cudaStream_t stream, const ChunkArgs& a, int64_t rows, void* chunks) {
+Status LaunchChannelChunks(cudaStream_t stream, const ChunkArgs& a, const ChannelPart& part, void* chunks) {
   return ssm::DispatchStates(a.d, a.runs,
-                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, rows, chunks); });
+                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, part, chunks); });
 }
 
 }  // namespace te::delta

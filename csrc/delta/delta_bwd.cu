@@ -6,6 +6,7 @@
 
 #include "base/device.h"
 #include "base/ops.h"
+#include "delta/channel_bwd.cuh"
 #include "delta/delta_bwd.cuh"
 #include "delta/operands.cuh"
 
@@ -115,10 +116,13 @@ Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k,
                       {"dk", dk, BF16, call.keys},
                       {"dv", dv, BF16, call.values},
                       {"dbeta", dbeta, F32, call.heads},
-                      {"dgate", dgate, F32, call.heads + Axes{1}},
+                      {"dgate", dgate, F32, call.gates},
                       {"dinitial", dinitial, F32, call.state, kOptional}}));
   const delta::ChunkArgs& of = call.chunks;
   TE_TRY(delta::ExpectSlab(kOp, of.s, slab_rows, slab_tokens));
+  if (call.by_channel)
+    return delta::RunChannelBwd(stream, call, dy, dlast, v, states,
+                                {dq, dk, dv, dbeta, dgate, dinitial, workspace}, slab_rows, slab_tokens);
   using ssm::Bf16;
   delta::GradArgs args{};
   args.slab = {int(slab_rows), int(slab_tokens), 0, 0};

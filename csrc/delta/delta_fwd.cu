@@ -54,8 +54,9 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
   using ssm::Bf16;
   const delta::ChunkArgs& of = call.chunks;
   delta::Chunk* const of_chunks = static_cast<delta::Chunk*>(workspace.data);
+  const delta::ChannelPart all{0, int(call.rows), 0, int(CeilDiv(of.s, delta::kChunk))};
   if (of.s > 0 && call.by_channel)
-    TE_TRY(delta::LaunchChannelChunks(stream, of, call.rows, workspace.data));
+    TE_TRY(delta::LaunchChannelChunks(stream, of, all, workspace.data));
   else if (of.s > 0)
     TE_TRY(delta::LaunchChunks(stream, of, call.rows, of_chunks));
   const delta::WalkArgs walk{of.q,
@@ -71,7 +72,8 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                              of.g,
                              of.d,
                              int(call.e),
-                             call.by_channel ? workspace.data : nullptr};
+                             call.by_channel ? workspace.data : nullptr,
+                             all};
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));

@@ -15,7 +15,9 @@ struct WalkArgs {
   Bf16* y;               // as v
   float *last, *states;  // as initial; [rows, ceil(s / kKept), h, d, e]: or nullptr
   int s, h, g, d, e;
-  const void* of_channels = nullptr;  // as chunks, of ChannelBytes(d), where each channel has a gate
+  // Where each channel has a gate: chunks of ChannelBytes(d), and which these are.
+  const void* of_channels = nullptr;
+  ChannelPart part = {};
 };
 
 // The walk on Hopper.
@@ -209,15 +211,15 @@ struct Walk {
   // The chunk of the row. kThreads threads call it, those of the first group where there are several.
   __device__ __forceinline__ void Fetch(int chunk, int to) {
     auto& stage = s.stages[to];
-    const int64_t index = (row * Chunks() + chunk) * a.h + head;
     const int rows = a.s - chunk * kChunk;
     if constexpr (Gate::kByChannel) {
-      const auto& of = static_cast<const ChannelChunk<kD>*>(a.of_channels)[index];
+      const auto& of =
+          static_cast<const ChannelChunk<kD>*>(a.of_channels)[a.part.At(row, chunk, head, a.h)];
       FetchPieces<(kReads ? sizeof(of.tiles) : offsetof(ChannelTiles<kD>, q)) / 16>(&stage, &of.tiles);
       FetchValues(stage, chunk, rows);
       FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
     } else {
-      const Chunk& of = a.chunks[index];
+      const Chunk& of = a.chunks[(row * Chunks() + chunk) * a.h + head];
       const int64_t stride = int64_t(a.g) * a.d, of_key = head / (a.h / a.g);
       const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + of_key * a.d;
       stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);

@@ -18,8 +18,6 @@ _MOST = 128  # channels
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
 _RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange, about as much as L2 holds
 _CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
-# The same where channels have gates, of 64 channels or 128, as csrc/delta/channel.cuh has them.
-_CHANNEL_BYTES = {d: 3 * CHUNK * d * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (d + CHUNK) + 16 for d in (64, 128)}
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -50,23 +48,23 @@ def rule_bwd(
     gate: Any, segments: Any, states: Any, **attrs: Any,
 ) -> list[jax.Array]:  # fmt: skip
     """The `cuda` of te_gated_delta_bwd."""
-    if not _rule_has_kernel(q, k, v, gate) or gate.shape[-1] > 1:
+    if not _rule_has_kernel(q, k, v, gate):
         return reference(dy, dfinal, q, k, v, beta, gate, segments, states, **attrs)
     dy, types = dy.astype(v.dtype), dict(dbeta=beta.dtype, dgate=gate.dtype)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
     given = dy, dfinal, q, k, v, beta, gate, states
     runs, dy, dfinal, q, k, rows, beta, gate, states = runs_and_rows(v.ndim - 3, segments, *given)
-    attrs |= _slab_of_rule(*rows.shape, k.shape[-1])
+    attrs |= _slab_of_rule(*rows.shape, k.shape[-1], gate.shape[-1] > 1)
     results = call(dy, dfinal, q, k, rows, beta, gate, runs, states, **attrs)
     whole = [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
     return [a.astype(types.get(name, a.dtype)) for name, a in zip(call.keywords["outputs"], whole, strict=True)]
 
 
-def _slab_of_rule(rows, s, h, e, d):
-    """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
+def _slab_of_rule(rows, s, h, e, d, by_channel=False):
+    """How csrc/delta/delta_bwd.cu, or channel_bwd.cu, cuts a call: rows and tokens of a slab."""
     block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
-    of_block = 2 * h * e * 2 * (block // CHUNK * d + block)
-    blocks = max(1, _RULE_SLAB_BYTES // of_block)
+    of_block = 2 * h * e * 2 * (block // CHUNK * d + block) + by_channel * block // CHUNK * h * _channel_bytes(d)
+    blocks = max(1, _RULE_SLAB_BYTES * (1 + by_channel) // of_block)
     # A CTA walks over the tokens of a row and head: of long rows so many that each SM has one.
     slab_rows = min(rows, blocks, max(1, CTAS // h) if s > KEPT else 256)
     tokens = block * min(blocks // slab_rows, ceil_div(s, block), 64)
@@ -76,8 +74,13 @@ def _slab_of_rule(rows, s, h, e, d):
 def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attrs: Any) -> int:
     """Bytes."""
     (rows, s, h, _), d = v.shape, k.shape[-1]
-    of_chunk = _CHUNK_BYTES if gate.shape[-1] == 1 else _CHANNEL_BYTES[64 if d <= 64 else 128]
-    return rows * ceil_div(s, CHUNK) * h * of_chunk
+    return rows * ceil_div(s, CHUNK) * h * (_CHUNK_BYTES if gate.shape[-1] == 1 else _channel_bytes(d))
+
+
+def _channel_bytes(d):
+    """As _CHUNK_BYTES, where channels have gates: as csrc/delta/channel.cuh has them."""
+    wide = 64 if d <= 64 else 128
+    return 3 * CHUNK * wide * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (wide + CHUNK) + 16
 
 
 def rule_bwd_workspace(
@@ -86,8 +89,10 @@ def rule_bwd_workspace(
 ) -> int:  # fmt: skip
     """Bytes, as csrc/base/ops.h has them."""
     (rows, s, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
+    by_channel = gate.shape[-1] > 1
+    of_chunks = tokens // CHUNK * h * _channel_bytes(d) if by_channel else rule_workspace(q, k, v, beta, gate)
     carried = 0 if "dinitial" in outputs else rows * h * d * e * 4
     exchanged = 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
-    slabs = ceil_div(rows, slab_rows) * max(1, ceil_div(s, slab_tokens))
-    sizes = rule_workspace(q, k, v, beta, gate), carried, *exchanged * min(2, slabs)
+    slabs = 1 if by_channel else ceil_div(rows, slab_rows) * max(1, ceil_div(s, slab_tokens))
+    sizes = of_chunks, carried, *exchanged * min(2, slabs)
     return sum(ceil_div(size, 256) * 256 for size in sizes)

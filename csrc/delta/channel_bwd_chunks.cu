@@ -1,0 +1,534 @@
+// The gradients of the chunks of a slab where channels have gates, of the states before them and the
+// gradients to those behind: a CTA has a chunk of the heads of values that share a key, one after the other,
+// and of each first all values, for how much tokens see of each other, and then 64 channels of keys after the
+// other.
+
+#include "base/check.h"
+#include "base/launch.h"
+#include "delta/channel_bwd.cuh"
+#include "delta/channel_sums.cuh"
+
+namespace te::delta {
+namespace {
+
+constexpr int kGradThreads = ssm::kThreads, kSides = 2;  // warps that share a band of tokens
+static_assert(kGradThreads == 32 * kBands * kSides);
+constexpr int kPart = 64;                        // channels of keys
+constexpr int kSide = kPart / kSides;            // that a warp has
+constexpr int kQuarters = kGradThreads / kPart;  // threads of a channel
+
+// Of 64 channels of a head's values.
+struct OfValues {
+  Tokens<kSlab> dy, written, alone;  // alone: the gradient to what tokens would write without each other
+};
+struct OfStates {
+  OfValues values;
+  Tokens<kPart> state, gradient;  // [values, kPart]
+};
+// Keys and queries by bands: keys at their band's end, and as divided by what is left at a token; queries,
+// and keys times -beta, as what is left since their band begins.
+struct OfBands {
+  Tokens<kPart> until, back, queries, keys;
+};
+// Of a channel of a token: the gradient to the sum of the logarithms up to it, but for what it writes that is
+// left at the chunk's end; and that.
+struct OfSums {
+  static constexpr int kPitch = kPart + 8;
+  alignas(16) float ends[kChunk * kPitch], leaves[kChunk * kPitch];
+};
+
+template <bool kRuns>
+struct ChannelGradShared {
+  union {
+    OfValues values;
+    OfStates states;
+    OfBands bands;
+    OfSums ends;
+  };
+  Tokens<kPart> q, k;
+  // The gradients to how much queries and keys see of keys, 0 unless these are of earlier tokens.
+  Tokens<kChunk> of_queries, of_keys;
+  ChannelSums<kPart> sums;
+  float own[kChunk];                                 // of queries, of the token's own key
+  float key_lengths[kChunk], query_lengths[kChunk];  // 1 over them, or 1
+  float betas[kChunk];
+  float says[kSides]
+            [kChunk];  // from each warp: to beta, what the state and other tokens say of the token's key
+  float along[2][kSides][kChunk];    // what of the gradient of a query, of a key, lies along it
+  float products[kQuarters][kPart];  // of the state and its gradient
+  float parts[2][kQuarters][kPart];  // sums of `ends`, `leaves`
+  ssm::Runs<kRuns> runs;
+};
+
+// Tokens are the rows of all products. A band of them is two warps', each with half of the columns.
+template <int kD, bool kRuns>
+struct ChannelGradients {
+  static constexpr int kParts = kD / kPart;
+  using Columns = float[kSide / 8][4];  // [kBand, kSide]
+  using Block = float[2][4];            // [kBand, 16]
+  using Scores = float[4][4];           // [kBand, 2 * 16]
+  const ChannelGradArgs& a;
+  ChannelGradShared<kRuns>& s;
+  const int64_t row;
+  const int chunk, group;
+  Columns dq[kParts] = {}, dk[kParts] = {};  // of all heads; but for lengths
+  float along_queries[2] = {}, along_keys[2] = {};
+  int head = 0;
+
+  __device__ __forceinline__ static int Band() { return WarpIndex() % kBands; }
+  __device__ __forceinline__ static int Side() { return WarpIndex() / kBands; }
+  // The blocks of scores that a warp has: the later ones are seen by fewer.
+  __device__ __forceinline__ static int From(int i) { return 2 * i + Side(); }
+  __device__ __forceinline__ static int Token(int n) { return Band() * kBand + ssm::RowOf(n); }
+  __device__ __forceinline__ static int Column(int i) { return Side() * kSide + 16 * i; }
+
+  __device__ __forceinline__ int Values() const { return a.again.e; }
+  __device__ __forceinline__ int First() const { return chunk * kChunk; }
+  __device__ __forceinline__ int Rows() const { return a.of.s - First(); }
+  __device__ __forceinline__ int64_t OfHead() const { return (row * a.of.s + First()) * a.of.h + head; }
+  __device__ __forceinline__ int64_t OfKey() const {
+    return ((row * a.of.s + First()) * a.of.g + group) * a.of.d;
+  }
+  __device__ __forceinline__ const ChannelWeights<kD>& Weights() const {
+    return static_cast<const ChannelChunk<kD>*>(a.again.of_channels)[a.part.At(row, chunk, head, a.of.h)]
+        .weights;
+  }
+
+  // 1 over the lengths: two threads have a query, or a key.
+  __device__ __forceinline__ void Lengths() {
+    const int token = threadIdx.x / 4, half = threadIdx.x % 2;
+    const bool of_key = threadIdx.x / 2 % 2;
+    const Bf16* const from = (of_key ? a.of.k : a.of.q) + OfKey() + int64_t(token) * a.of.g * a.of.d;
+    float sum = 0;
+    if (token < Rows())
+      for (int i = 8 * half; i < a.of.d; i += 16) {
+        const auto eight = Load<8>(from + i);
+#pragma unroll
+        for (int j = 0; j < 8; ++j) sum += eight[j] * eight[j];
+      }
+    sum = WarpSum<2>(sum);
+    constexpr float kEpsilon = 1e-6f;
+    if (half == 0)
+      (of_key ? s.key_lengths : s.query_lengths)[token] = a.of.normalize ? rsqrtf(sum + kEpsilon) : 1.f;
+  }
+
+  __device__ __forceinline__ void FetchValues(OfValues& to, int first) {
+    const int64_t at = OfHead() * Values() + first, written = a.Written(row, chunk, head, first);
+    const int64_t stride = int64_t(a.of.h) * Values();
+    const int values = Values() - first;
+    to.dy.Fetch(a.back.v + at, stride, Rows(), values);
+    to.written.Fetch(a.written + written, stride, Rows(), values);
+    to.alone.Fetch(a.gradients_written + written, stride, Rows(), values);
+  }
+  __device__ __forceinline__ static void Arrive() {
+    CommitPrefetch();
+    WaitForPrefetch<0>();
+    __syncthreads();
+  }
+
+  // Of all values: how the loss depends on what tokens see of each other, on values, and on betas through
+  // these.
+  __device__ __forceinline__ float OfAllValues() {
+    Scores queries = {}, keys = {};
+    float along = 0;  // of the token that four threads share: v times the gradient to what it writes
+    for (int first = 0; first < Values(); first += kSlab) {
+      FetchValues(s.values, first);
+      Arrive();
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if (From(i) > Band()) continue;
+#pragma unroll 2
+        for (int k = 0; k < kSlab; k += 16) {
+          uint32_t dy[4], alone[4], b[4];
+          s.values.dy.A(dy, Band() * kBand, k), s.values.alone.A(alone, Band() * kBand, k);
+          s.values.written.TransposedB(b, From(i) * kBand, k);
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            MultiplyAdd<false>(queries[2 * i + j], dy, b[2 * j], b[2 * j + 1]);
+            MultiplyAdd<false>(keys[2 * i + j], alone, b[2 * j], b[2 * j + 1]);
+          }
+        }
+      }
+      WriteValues(first, along);
+      __syncthreads();  // none reads them any more
+    }
+    PutScores(queries, keys);
+    return WarpSum<4>(along);
+  }
+  // dv, beta times the gradient to what a token would write, and that times v. Four threads share a token.
+  __device__ __forceinline__ void WriteValues(int first, float& along) {
+    const int token = threadIdx.x / 4;
+    if (token >= Rows()) return;
+#pragma unroll
+    for (int j = 0; j < kSlab / 32; ++j) {
+      const int column = threadIdx.x % 4 * 8 + 32 * j;
+      if (first + column >= Values()) continue;
+      const int64_t at = (OfHead() + int64_t(token) * a.of.h) * Values() + first + column;
+      const auto v = Load<8>(a.again.v + at), of = Load<8>(s.values.alone.At(token, column));
+      float dv[8];
+#pragma unroll
+      for (int n = 0; n < 8; ++n) along += of[n] * v[n], dv[n] = s.betas[token] * of[n];
+      Store(a.dv + at, Round<Bf16, 8>(dv));
+    }
+  }
+  __device__ __forceinline__ void PutScores(const Scores& queries, const Scores& keys) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+#pragma unroll
+      for (int tile = 0; tile < 2; ++tile)
+#pragma unroll
+        for (int n = 0; n < 4; n += 2) {
+          const int to = Token(n), from = From(i) * kBand + 8 * tile + ssm::ColumnOf(0);
+          float query[2] = {}, key[2] = {};
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float each = a.of.scale * queries[2 * i + tile][n + j];
+            // What a token sees of itself does not depend on gates.
+            if (from + j == to) s.own[to] = each;
+            if (from + j >= to || !s.runs.AreOne(from + j, to)) continue;
+            query[j] = each, key[j] = keys[2 * i + tile][n + j];
+          }
+          *reinterpret_cast<uint32_t*>(s.of_queries.At(to, from)) = ssm::Pack(query[0], query[1]);
+          *reinterpret_cast<uint32_t*>(s.of_keys.At(to, from)) = ssm::Pack(key[0], key[1]);
+        }
+  }
+
+  // What queries read of the state, keys, and what is left of what tokens write, [kBand, kSide] each; and the
+  // product of the state before the chunk and its gradient behind it.
+  __device__ __forceinline__ void OfState(int part, Columns& reads, Columns& says, Columns& leaves) {
+    float product = 0;
+    const int channel = threadIdx.x % kPart, quarter = threadIdx.x / kPart;
+    for (int first = 0; first < Values(); first += kSlab) {
+      const int64_t state = a.State(row, chunk, head) + int64_t(first) * a.of.d + part * kPart;
+      FetchValues(s.states.values, first);
+      s.states.state.Fetch(a.states + state, a.of.d, Values() - first, a.of.d - part * kPart);
+      s.states.gradient.Fetch(a.gradients + state, a.of.d, Values() - first, a.of.d - part * kPart);
+      Arrive();
+      const OfValues& values = s.states.values;
+#pragma unroll 1
+      for (int k = 0; k < kSlab; k += 16) {
+        uint32_t dy[4], alone[4], written[4], b[4];
+        auto& of = const_cast<OfValues&>(values);
+        of.dy.A(dy, Band() * kBand, k), of.alone.A(alone, Band() * kBand, k);
+        of.written.A(written, Band() * kBand, k);
+#pragma unroll
+        for (int i = 0; i < kSide / 16; ++i) {
+          s.states.state.B(b, k, Column(i));
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            MultiplyAdd<false>(reads[2 * i + j], dy, b[2 * j], b[2 * j + 1]);
+            MultiplyAdd<false>(says[2 * i + j], alone, b[2 * j], b[2 * j + 1]);
+          }
+          s.states.gradient.B(b, k, Column(i));
+#pragma unroll
+          for (int j = 0; j < 2; ++j) MultiplyAdd<false>(leaves[2 * i + j], written, b[2 * j], b[2 * j + 1]);
+        }
+      }
+#pragma unroll 4
+      for (int i = quarter; i < kSlab; i += kQuarters)
+        product += __bfloat162float(*s.states.state.At(i, channel)) *
+                   __bfloat162float(*s.states.gradient.At(i, channel));
+      __syncthreads();  // none reads them any more
+    }
+    s.products[quarter][channel] = product;
+  }
+
+  __device__ __forceinline__ void SetBands() {
+    constexpr int kPieces = kPart / 8;
+#pragma unroll 1
+    for (int i = threadIdx.x; i < kChunk * kPieces; i += kGradThreads) {
+      const int token = i / kPieces, channel = i % kPieces * 8, band = token / kBand;
+      const auto key = Load<8>(s.k.At(token, channel)), query = Load<8>(s.q.At(token, channel));
+      const float by_key = s.key_lengths[token], by_query = s.query_lengths[token], beta = s.betas[token];
+      float until[8], back[8], queries[8], keys[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) {
+        const float own = *s.sums.At(token, channel + j), since = Exp2(own);
+        const float all = *s.sums.At(band * kBand + kBand - 1, channel + j), of_key = by_key * key[j];
+        until[j] = of_key * Exp2(all - own), back[j] = of_key * Exp2(-own);
+        queries[j] = by_query * query[j] * since, keys[j] = -beta * of_key * since;
+      }
+      Store(s.bands.until.At(token, channel), Round<Bf16, 8>(until));
+      Store(s.bands.back.At(token, channel), Round<Bf16, 8>(back));
+      Store(s.bands.queries.At(token, channel), Round<Bf16, 8>(queries));
+      Store(s.bands.keys.At(token, channel), Round<Bf16, 8>(keys));
+    }
+  }
+
+  // Calls fn(element, token, channel, j, n) for each of a block, whose columns begin at `column`.
+  template <typename Fn>
+  __device__ __forceinline__ static void Each(Block& block, int column, Fn&& fn) {
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) fn(block[j][n], Token(n), column + 8 * j + ssm::ColumnOf(n), j, n);
+  }
+  __device__ __forceinline__ void Fade(Block& block, int column, int band) const {
+#pragma unroll
+    for (int j = 0; j < 2; ++j) {
+      const float2 log = s.sums.Band(band, column + 8 * j + ssm::ColumnOf(0));
+      const float left[2] = {Exp2(log.x), Exp2(log.y)};
+#pragma unroll
+      for (int n = 0; n < 4; ++n) block[j][n] *= left[n % 2];
+    }
+  }
+  __device__ __forceinline__ static void Multiply(Block& to, const uint32_t (&left)[4], Tokens<kPart>& right,
+                                                  int band, int column) {
+    ssm::Multiply2(to[0], to[1], left, [&](auto& b) { right.B(b, band * kBand, column); });
+  }
+
+  // Of 16 channels: how the loss depends on a token's query, and on its key but for -beta, through what it
+  // sees.
+  __device__ __forceinline__ void Down(int column, bool splits, Block& queries, Block& keys) {
+    const int to = Band() * kBand;
+    uint32_t left[4];
+#pragma unroll 1
+    for (int from = 0; from < Band() + splits; ++from) {
+      Tokens<kPart>& right = from < Band() ? s.bands.until : s.bands.back;
+      if (from > 0 && from < Band()) Fade(queries, column, from), Fade(keys, column, from);
+      s.of_queries.A(left, to, from * kBand);
+      Multiply(queries, left, right, from, column);
+      s.of_keys.A(left, to, from * kBand);
+      Multiply(keys, left, right, from, column);
+    }
+    const auto since = [&](float& each, int token, int channel, int, int) {
+      each *= Exp2(*s.sums.At(token, channel));
+    };
+    Each(queries, column, since), Each(keys, column, since);
+    if (splits) return;
+    const auto add = [&](Tokens<kChunk>& pairs, Block& block) {
+      Each(block, column, [&](float& each, int token, int channel, int, int) {
+        for (int from = to; from < token; ++from) {
+          const float left = Exp2(*s.sums.At(token, channel) - *s.sums.At(from, channel));
+          each += __bfloat162float(*pairs.At(token, from)) * s.key_lengths[from] *
+                  __bfloat162float(*s.k.At(from, channel)) * left;
+        }
+      });
+    };
+    add(s.of_queries, queries), add(s.of_keys, keys);
+  }
+
+  // Of 16 channels: how the loss depends on a token's key through what later tokens see of it.
+  __device__ __forceinline__ void Up(int column, bool splits, Block& keys) {
+    const int from = Band() * kBand;
+    uint32_t left[4];
+#pragma unroll 1
+    for (int to = kBands - 1; to > Band() - splits; --to) {
+      if (to < kBands - 1) Fade(keys, column, to);
+      s.of_queries.TransposedA(left, to * kBand, from);
+      Multiply(keys, left, s.bands.queries, to, column);
+      s.of_keys.TransposedA(left, to * kBand, from);
+      Multiply(keys, left, s.bands.keys, to, column);
+    }
+    Each(keys, column, [&](float& each, int token, int channel, int, int) {
+      const float all = splits ? 0.f : *s.sums.At(from + kBand - 1, channel);
+      each *= Exp2(all - *s.sums.At(token, channel));
+    });
+    if (splits) return;
+    Each(keys, column, [&](float& each, int token, int channel, int, int) {
+      for (int to = token + 1; to < from + kBand; ++to) {
+        const float left = Exp2(*s.sums.At(to, channel) - *s.sums.At(token, channel));
+        const float query = s.query_lengths[to] * __bfloat162float(*s.q.At(to, channel));
+        const float key = -s.betas[to] * s.key_lengths[to] * __bfloat162float(*s.k.At(to, channel));
+        each += left * (__bfloat162float(*s.of_queries.At(to, token)) * query +
+                        __bfloat162float(*s.of_keys.At(to, token)) * key);
+      }
+    });
+  }
+
+  // All that the gradients of 64 channels follow from. `ends` and `leaves` then are where OfSums has them.
+  __device__ __forceinline__ void OfChannels(int part, Columns& dq_of, Columns& dk_of) {
+    Columns reads = {}, says = {}, leaves = {};
+    OfState(part, reads, says, leaves);
+    SetBands();
+    __syncthreads();
+    float says_of[2] = {};
+#pragma unroll
+    for (int i = 0; i < kSide / 16; ++i) {
+      Block queries = {}, down = {}, up = {};
+      const int column = Column(i);
+      const bool splits = s.sums.Splits(Band(), column);
+      Down(column, splits, queries, down), Up(column, splits, up);
+      Each(queries, column, [&](float& of_query, int token, int channel, int j, int n) {
+        const float own = *s.sums.At(token, channel), beta = s.betas[token];
+        const float key = s.key_lengths[token] * __bfloat162float(*s.k.At(token, channel));
+        const float query = s.query_lengths[token] * __bfloat162float(*s.q.At(token, channel));
+        const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
+        const float since = Exp2(Before(channel) + own), until = Exp2(Behind(channel) - own);
+        float& read = reads[2 * i + j][n];
+        float& said = says[2 * i + j][n];
+        float& left = leaves[2 * i + j][n];
+        const float to_query = of_query + (goes_on ? a.of.scale * since * read : 0.f);
+        const float of_key = down[j][n] + (goes_on ? since * said : 0.f), from_later = up[j][n];
+        const float of_left = stays ? until * left : 0.f;
+        says_of[n / 2] += key * of_key;
+        read = query * to_query - key * (beta * of_key + from_later), left = key * of_left;
+        const float to_key = of_left + from_later - beta * of_key + s.own[token] * query;
+        const float all_of_query = to_query + s.own[token] * key;
+        dq_of[2 * i + j][n] += all_of_query, dk_of[2 * i + j][n] += to_key;
+        along_queries[n / 2] += query * all_of_query, along_keys[n / 2] += key * to_key;
+      });
+    }
+    PutRows(s.says[Side()], says_of, part == 0);
+    __syncthreads();  // none reads keys and queries by bands any more
+#pragma unroll
+    for (int j = 0; j < kSide / 8; ++j)
+#pragma unroll
+      for (int n = 0; n < 4; n += 2) {
+        const int at = Token(n) * OfSums::kPitch + Side() * kSide + 8 * j + ssm::ColumnOf(0);
+        *reinterpret_cast<float2*>(s.ends.ends + at) = make_float2(reads[j][n], reads[j][n + 1]);
+        *reinterpret_cast<float2*>(s.ends.leaves + at) = make_float2(leaves[j][n], leaves[j][n + 1]);
+      }
+  }
+  // Of the bands before the warp's; of its and those behind.
+  __device__ __forceinline__ float Before(int channel) const {
+    float sum = 0;
+    for (int i = 0; i < Band(); ++i) sum += *s.sums.At(i * kBand + kBand - 1, channel);
+    return sum;
+  }
+  __device__ __forceinline__ float Behind(int channel) const {
+    float sum = 0;
+    for (int i = Band(); i < kBands; ++i) sum += *s.sums.At(i * kBand + kBand - 1, channel);
+    return sum;
+  }
+  // A value of each of the thread's two rows, summed over the four threads that share them.
+  __device__ __forceinline__ static void PutRows(float (&place)[kChunk], const float (&of)[2], bool begins) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float sum = WarpSum<4>(of[half]);
+      float& to = place[Token(2 * half)];
+      if (Lane() % 4 == 0) to = begins ? sum : to + sum;
+    }
+  }
+
+  // A gate is of all that goes past its token: from tokens before it, or the state, to it and later ones, or
+  // the state behind the chunk. Of two tokens that is what is summed to the later less what is summed from
+  // the earlier. A thread has 16 tokens of a channel.
+  __device__ __forceinline__ void WriteGates(int part) {
+    const int channel = threadIdx.x % kPart, quarter = threadIdx.x / kPart, first = quarter * kBand;
+    float behind = 0, before = 0;
+#pragma unroll
+    for (int i = 0; i < kBand; ++i) {
+      const int at = (first + i) * OfSums::kPitch + channel;
+      behind += s.ends.ends[at], before += s.ends.leaves[at];
+    }
+    s.parts[0][quarter][channel] = behind, s.parts[1][quarter][channel] = before;
+    __syncthreads();
+    const int of_all = part * kPart + channel;
+    if (of_all < a.of.d) {
+      float product = 0, sums[kBand];
+      behind = before = 0;
+#pragma unroll
+      for (int i = 0; i < kQuarters; ++i) {
+        product += s.products[i][channel];
+        if (i > quarter) behind += s.parts[0][i][channel];
+        if (i < quarter) before += s.parts[1][i][channel];
+      }
+      const float through = Weighed(Weights().keeps[of_all], product);
+#pragma unroll
+      for (int i = kBand; i-- > 0;) sums[i] = behind += s.ends.ends[(first + i) * OfSums::kPitch + channel];
+#pragma unroll
+      for (int i = 0; i < kBand; ++i) {
+        const int64_t at = (OfHead() + int64_t(first + i) * a.of.h) * a.of.d + of_all;
+        if (first + i < Rows()) a.dgate[at] = sums[i] + before + through;
+        before += s.ends.leaves[(first + i) * OfSums::kPitch + channel];
+      }
+    }
+    __syncthreads();  // none reads them any more
+  }
+
+  __device__ __forceinline__ void SetPart(int part) {
+    const int64_t at = OfKey() + part * kPart, stride = int64_t(a.of.g) * a.of.d;
+    const int channels = a.of.d - part * kPart;
+    s.q.Fetch(a.of.q + at, stride, Rows(), channels), s.k.Fetch(a.of.k + at, stride, Rows(), channels);
+    CommitPrefetch();
+    s.sums.template Set<kGradThreads>(a.of.gate + OfHead() * a.of.d + part * kPart, int64_t(a.of.h) * a.of.d,
+                                      Rows(), channels);
+  }
+
+  __device__ __forceinline__ void RunHead() {
+    if (threadIdx.x < kChunk) s.betas[threadIdx.x] = Weights().betas[threadIdx.x];
+    __syncthreads();
+    const float of_v = OfAllValues();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      SetPart(part);
+      OfChannels(part, dq[part], dk[part]);
+      __syncthreads();
+      WriteGates(part);
+    }
+    const int token = threadIdx.x / 4;
+    if (threadIdx.x % 4 == 0 && token < Rows())
+      a.dbeta[OfHead() + int64_t(token) * a.of.h] = of_v - s.says[0][token] - s.says[1][token];
+    __syncthreads();  // none reads betas any more
+  }
+
+  __device__ __forceinline__ void Run() {
+    const int heads = a.of.h / a.of.g;
+    s.runs.Set(a.of, row, First());
+    Lengths();
+    for (int i = 0; i < heads; ++i) {
+      head = group * heads + i;
+      RunHead();
+    }
+    PutRows(s.along[0][Side()], along_queries, true), PutRows(s.along[1][Side()], along_keys, true);
+    __syncthreads();
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) {
+      WriteKeys(a.dq, a.of.q, dq[part], part, s.along[0], s.query_lengths);
+      WriteKeys(a.dk, a.of.k, dk[part], part, s.along[1], s.key_lengths);
+    }
+  }
+  // What a token's length takes away of the gradient, where it is divided by it: what lies along the token.
+  __device__ __forceinline__ void WriteKeys(Bf16* to, const Bf16* tokens, const Columns& of, int part,
+                                            const float (&along)[kSides][kChunk],
+                                            const float* lengths) const {
+#pragma unroll
+    for (int n = 0; n < 4; n += 2) {
+      const int token = Token(n);
+      if (token >= Rows()) continue;
+      const float length = lengths[token];
+      const float less = a.of.normalize ? length * length * (along[0][token] + along[1][token]) : 0.f;
+#pragma unroll
+      for (int j = 0; j < kSide / 8; ++j) {
+        const int channel = part * kPart + Side() * kSide + 8 * j + ssm::ColumnOf(0);
+        if (channel >= a.of.d) continue;
+        const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + channel;
+        const float2 two = ssm::Unpack(*reinterpret_cast<const uint32_t*>(tokens + at));
+        *reinterpret_cast<uint32_t*>(to + at) =
+            ssm::Pack(length * of[j][n] - less * two.x, length * of[j][n + 1] - less * two.y);
+      }
+    }
+  }
+};
+
+template <int kD, bool kRuns>
+__global__ void __launch_bounds__(kGradThreads) te_gated_delta_channel_bwd_chunks(const ChannelGradArgs a) {
+  extern __shared__ uint4 memory[];
+  auto& shared = *reinterpret_cast<ChannelGradShared<kRuns>*>(memory);
+  LetNextStart();
+  AwaitPrevious();
+  const int chunk = a.part.first_chunk + int(blockIdx.y);
+  const int64_t row = a.part.first_row + int(blockIdx.z);
+  ChannelGradients<kD, kRuns>{a, shared, row, chunk, int(blockIdx.x)}.Run();
+}
+
+template <int kD, bool kRuns>
+Status Run(cudaStream_t stream, const ChannelGradArgs& a, bool early) {
+  const auto kernel = te_gated_delta_channel_bwd_chunks<kD, kRuns>;
+  constexpr size_t kBytes = sizeof(ChannelGradShared<kRuns>);
+  static_assert(kBytes <= 99 * 1024);
+  TE_TRY(ssm::AllowShared(kernel, kBytes));
+  const int64_t there = std::min<int64_t>(a.part.chunks, CeilDiv(a.of.s, kChunk) - a.part.first_chunk);
+  const dim3 grid(a.of.g, unsigned(there), a.part.rows);
+  return LaunchBehind(stream, early, kernel, grid, kGradThreads, kBytes, a);
+}
+
+}  // namespace
+
+Status RunChannelGradients(cudaStream_t stream, const ChannelGradArgs& a, bool early) {
+  return ssm::DispatchStates(a.of.d, a.of.runs,
+                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, early); });
+}
+
+}  // namespace te::delta

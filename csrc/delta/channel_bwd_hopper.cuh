@@ -1,0 +1,24 @@
+// The walks of the backward pass on Hopper where channels have gates: as delta_hopper.cuh has the forward
+// pass.
+#pragma once
+
+#include "delta/channel_bwd_walk.cuh"
+#include "delta/delta_hopper.cuh"
+
+namespace te::delta {
+
+template <int kD>
+__global__ void __launch_bounds__(kThreads, 1)
+    te_gated_delta_channel_bwd_walk_hopper(const ChannelGradArgs a) {
+#ifdef __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ __align__(1024) uint8_t shared[];
+  LetNextStart();
+  AwaitPrevious();
+  RunChannelWalk<kD, kHopperStages, GroupProducts>(a,
+                                                   *reinterpret_cast<HopperShared<kD, OfChannel>*>(shared));
+#else
+  __trap();  // compiled only for Hopper
+#endif
+}
+
+}  // namespace te::delta
