@@ -142,11 +142,12 @@ def test_what_is_not_finite_stays_in_its_run(rng, end, by_channel):
     oracle.near(final, want_final, "final", 2 * error)
 
 
-def test_what_is_not_finite_stays_in_its_run_on_the_way_back(rng):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_what_is_not_finite_stays_in_its_run_on_the_way_back(rng, by_channel):
     """As forward, with what stands before the run: gradients of the chunk's tokens, and of earlier ones not; and the
     gradient to a state that a run ahead of it begins with."""
     s, start, bad, h, d, e = 130, 70, 90, 1, 16, 16
-    given, (dy, dlast), _ = oracle.rows_of(rng, s, h, h, d, e, False, bf16, count=6)
+    given, (dy, dlast), _ = oracle.rows_of(rng, s, h, h, d, e, by_channel, bf16, count=6)
     ids = np.broadcast_to(np.arange(s) >= start, (6, s)).astype(np.int32)
     spoiled = {name: a.copy() for name, a in given.items()}, dy.copy()
     for name, value in dict(q=np.inf, k=np.nan, v=np.inf, gate=np.nan).items():
@@ -163,17 +164,21 @@ def test_what_is_not_finite_stays_in_its_run_on_the_way_back(rng):
     chunk = np.arange(s) // 64 == bad // 64
     assert np.isnan(np.asarray(got["v"], np.float32)[:, start : bad + 1]).any()
     first = got.pop("initial_state"), want.pop("initial_state")
-    oracle.near(*first, "dinitial_state", 2 * GRADIENT_ERROR)
+    error = CHANNEL_ERRORS[1] if by_channel else GRADIENT_ERROR
+    oracle.near(*first, "dinitial_state", 2 * error)
     for name in got:
         before = ~chunk & (np.arange(s) < start)  # as above, of gradients
-        oracle.near(got[name][:, before], want[name][:, before], f"d{name}", 2 * GRADIENT_ERROR)
+        oracle.near(got[name][:, before], want[name][:, before], f"d{name}", 2 * error)
 
 
-def test_rows_of_one_call(rng, monkeypatch):
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_rows_of_one_call(rng, monkeypatch, by_channel):
     """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
     rows, s, h, d, e = 3, 70, 2, 16, 8
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * 2 * h * e * 2 * (2 * d + 128))
-    given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, False, bf16, count=rows)
+    of_row = 2 * h * e * 2 * (2 * d + 128) + by_channel * 2 * h * kernels._channel_bytes(d)
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * of_row // (1 + by_channel))
+    assert kernels._slab_of_rule(rows, s, h, e, d, by_channel) == dict(slab_rows=2, slab_tokens=128)
+    given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, by_channel, bf16, count=rows)
 
     @jax.jit
     def run(given, segments, cotangents):
