@@ -32,6 +32,11 @@ def bwd_walk(tmp_path_factory):
     return program.compiled(tmp_path_factory.mktemp("delta_bwd_walk"), "delta_bwd_walk")
 
 
+@pytest.fixture(scope="module")
+def channel_bwd_walk(tmp_path_factory):
+    return program.compiled(tmp_path_factory.mktemp("channel_bwd_walk"), "channel_bwd_walk")
+
+
 class Chunk(NamedTuple):
     """Of one head: what csrc/delta/delta.cuh has, in float64."""
 
@@ -184,20 +189,32 @@ def walks(chunk, state, gradient, q, k, v, dy):
     return written, chunk.keeps * state + (of_left * k).T @ written, alone, before
 
 
+def channel_walks(chunk, state, gradient, q, k, v, dy):
+    """The same where channels have gates."""
+    row = lambda a: a[:, None]
+    written = chunk.inverse @ (row(chunk.betas) * (v - chunk.k @ state))
+    alone = chunk.inverse.T @ (chunk.seen.T @ dy + chunk.left @ gradient)
+    before = row(chunk.keeps) * gradient + chunk.q.T @ dy - (row(chunk.betas) * chunk.k).T @ alone
+    return written, row(chunk.keeps) * state + chunk.left.T @ written, alone, before
+
+
+@pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("s, h, g, d, e", CASES[:4], ids=str)
-def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e):
+def test_walks_of_the_backward_pass(request, rng, s, h, g, d, e, by_channel):
     """Three rows, each a call of its own: a slab of up to 512 tokens."""
-    rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=3)
+    walk = request.getfixturevalue("channel_bwd_walk" if by_channel else "bwd_walk")
+    rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=3)
     count = -(-s // CHUNK)
     for i, ids in enumerate(segments):
         given, (dy, dlast) = jax.tree.map(lambda a: a[i], (rows, cotangents))  # noqa: B023
-        chunks = chunks_of(given, np.cumsum(np.diff(ids, prepend=ids[0]) != 0))
+        chunks = (channel_chunks_of if by_channel else chunks_of)(given, np.cumsum(np.diff(ids, prepend=ids[0]) != 0))
         shapes = [((count, h, e, d), bf16)] * 2 + [((count * CHUNK, h, e), bf16)] * 2 + [((h, d, e), f32)]
         results = [np.zeros(shape, dtype) for shape, dtype in shapes]
         kept = given["initial_state"]
-        arrays = [*(given[name] for name in "qkv"), in_bytes(chunks), dy, kept, dlast, *results]
-        got = results_of(program.call(bwd_walk, [1, s, h, g, d, e], arrays), results)
-        want = [np.zeros(a.shape) for a in results]
+        tokens = "v" if by_channel else "qkv"
+        arrays = [*(given[name] for name in tokens), in_bytes(chunks), dy, kept, dlast, *results]
+        got = results_of(program.call(walk, [1, s, h, g, d, e], arrays), results)
+        want, of_chunk = [np.zeros(a.shape) for a in results], channel_walks if by_channel else walks
         q, k, v, dy = map(filled, (given["q"], given["k"], given["v"], dy))
         for head in range(h):
             state, gradient = kept[head].astype(np.float64), dlast[head].astype(np.float64)
@@ -205,11 +222,11 @@ def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e):
             heads = q[:, head // (h // g)], k[:, head // (h // g)], v[:, head], dy[:, head]
             for c in range(count):
                 want[0][c, head] = state.T
-                written, state, _, _ = walks(chunks[c][head], state, gradient, *of(c, *heads))
+                written, state, _, _ = of_chunk(chunks[c][head], state, gradient, *of(c, *heads))
                 want[2][c * CHUNK : (c + 1) * CHUNK, head] = written
             for c in reversed(range(count)):
                 want[1][c, head] = gradient.T
-                _, _, alone, gradient = walks(chunks[c][head], state, gradient, *of(c, *heads))
+                _, _, alone, gradient = of_chunk(chunks[c][head], state, gradient, *of(c, *heads))
                 want[3][c * CHUNK : (c + 1) * CHUNK, head] = alone
             want[4][head] = gradient
         for mine, exact, name in zip(got, want, ("states", "gradients", "written", "alone", "before")):
