@@ -1,5 +1,5 @@
-"""Cases of the gated delta rule, with a gate for each head, next to the Triton kernels of flash-linear-attention (the
-package `fla`), eager and as a CUDA graph, where these are installed.
+"""Cases of the gated delta rule, with a gate for each head or, KDA, for each channel of keys, next to the Triton kernels
+of flash-linear-attention (the package `fla`), eager and as a CUDA graph, where these are installed.
 
 A step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes` of fla is
 what torch had allocated at most, te_jax's is XLA's account of the call.
@@ -32,10 +32,17 @@ class Rule:
     groups: int
     heads: int
     d: int = 128
+    by_channel: bool = False  # whether each channel of keys has a gate
 
     @property
     def name(self) -> str:
-        return f"gated delta b{self.batch} s{self.seq} g{self.groups} h{self.heads} d{self.d}"
+        rule = "KDA" if self.by_channel else "gated delta"
+        return f"{rule} b{self.batch} s{self.seq} g{self.groups} h{self.heads} d{self.d}"
+
+    @property
+    def gates(self) -> int:
+        """Of a head."""
+        return self.d if self.by_channel else 1
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -44,8 +51,8 @@ class Rule:
     def flops(self, backward: bool) -> float:
         """Products in chunks of 64 tokens. Those of keys, and of queries and keys, are of a group; what a token writes
         and reads of its chunk is of a head, and all four count half, since they are causal; each head reads its state
-        for a key and a query, and adds to it. The inverse does not count. The backward pass has two products for each;
-        what it computes again does not count."""
+        for a key and a query, and adds to it. The inverse and gates do not count. The backward pass has two products
+        for each; what it computes again does not count."""
         seen = _CHUNK / 2
         of_token = self.groups * 2 * seen * self.d + self.heads * (2 * seen * self.d + 3 * self.d * self.d)
         return 2 * self.batch * self.seq * of_token * (3 if backward else 1)
@@ -54,14 +61,17 @@ class Rule:
         """Each operand once, and y; with the backward pass dy and gradients, too. The gate is of four bytes, the rest
         of two."""
         y = 2 * self.batch * self.seq * self.heads * self.d
-        operands = self.batch * self.seq * (2 * self.d * (2 * self.groups + self.heads) + 6 * self.heads)
+        operands = (
+            self.batch * self.seq * (2 * self.d * (2 * self.groups + self.heads) + (2 + 4 * self.gates) * self.heads)
+        )
         return (operands + y) * (2 if backward else 1)
 
     def operands(self) -> tuple[jax.Array, ...]:
         """q, k, v, beta and gate; of a state about a twentieth fades with each token."""
         b, s, g, h, d = self.shape
         q, k, v = (normal(seed, (b, s, n, d)) for seed, n in enumerate((g, g, h)))
-        beta, gate = normal(3, (b, s, h)), normal(4, (b, s, h), jnp.float32)
+        of_gate = (b, s, h, d) if self.by_channel else (b, s, h)
+        beta, gate = normal(3, (b, s, h)), normal(4, of_gate, jnp.float32)
         return q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(gate - 3)
 
     def build(self, backward: bool) -> Call:
@@ -81,7 +91,7 @@ class Rule:
             work = dict(flops=self.flops(backward), bytes=self.bytes(backward), suite="delta")
             others = PEERS if peers else {}
             yield Case(name, TE, partial(self.build, backward), beside=tuple(others), **work)
-            asked = dict(shape=self.shape, backward=backward)
+            asked = dict(shape=self.shape, backward=backward, by_channel=self.by_channel)
             for impl, graph in others.items():
                 more = dict(figures=partial(_peak_of_fla, asked)) if backward and not graph else {}
                 yield Case(name, impl, measure=partial(_fla, graph, asked), **work, **more)
@@ -101,9 +111,10 @@ def _peak_of_fla(asked: dict, ms: float) -> dict:
 
 def rules(tiny: bool) -> list[Rule]:
     if tiny:
-        return [Rule(1, 96, 1, 2, 16), Rule(2, 64, 2, 2, 16)]
+        return [Rule(1, 96, 1, 2, 16), Rule(2, 64, 2, 2, 16), Rule(1, 80, 2, 2, 16, by_channel=True)]
     sizes = [(1, 8192, 16, 32), (1, 32768, 16, 32), (4, 8192, 16, 32), (1, 8192, 64, 64)]
-    return [Rule(*size) for size in sizes]
+    by_channel = [(1, 8192, 32, 32), (1, 8192, 96, 96), (4, 4096, 64, 64)]  # Kimi Linear's, and two of fla's
+    return [*(Rule(*size) for size in sizes), *(Rule(*size, by_channel=True) for size in by_channel)]
 
 
 def cases(tiny: bool) -> Iterator[Case]:

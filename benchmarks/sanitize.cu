@@ -90,27 +90,32 @@ void Scan(const Sizes& of, bool gate, bool backward) {
                      slab_heads));
 }
 
-// p: channels of values, n: of keys.
-void Delta(const Sizes& of) {
+// p: channels of values, n: of keys. by_channel: whether each of these has a gate.
+void Delta(const Sizes& of, bool by_channel = false) {
   const auto [rows, s, h, g, p, n, run, slab_rows, slab_tokens, slab_heads] = of;
   const Arg q = Drawn(BF16, {rows, s, g, n}), k = Drawn(BF16, {rows, s, g, n});
   const Arg v = Drawn(BF16, {rows, s, h, p}), beta = Drawn(F32, {rows, s, h}, 0.1f, 0.5f);
-  const Arg gate = Drawn(F32, {rows, s, h, 1}, 0.02f, -0.1f), initial = Drawn(F32, {rows, h, n, p});
+  const int64_t gates = by_channel ? n : 1, wide = n <= 64 ? 64 : 128;
+  const Arg gate = Drawn(F32, {rows, s, h, gates}, 0.02f, -0.1f), initial = Drawn(F32, {rows, h, n, p});
   const Arg runs = Runs(rows, s, run), dy = Drawn(BF16, {rows, s, h, p}), dlast = Drawn(F32, {rows, h, n, p});
-  const int64_t shared = g == 1 ? 1 : h / g, of_chunks = rows * CeilDiv(s, 64) * h * 18192;
+  const int64_t shared = g == 1 ? 1 : h / g;
+  const int64_t of_chunk = by_channel ? 384 * wide + 16384 + 4 * (wide + 64) + 16 : 18192;
+  const int64_t of_chunks = rows * CeilDiv(s, 64) * h * of_chunk;
   const int64_t of_slab = slab_rows * slab_tokens * h * p * 2;
   const Ret states = Written(F32, {rows, CeilDiv(s, 512), h, n, p});
   Check("te_gated_delta_fwd",
         LaunchGatedDeltaFwd(nullptr, q, k, v, beta, gate, runs, initial, Written(BF16, {rows, s, h, p}),
                             Written(F32, {rows, h, n, p}), states, Written(U8, {of_chunks}), 0.1, true,
                             shared));
+  const int64_t of_part = by_channel ? slab_rows * slab_tokens / 64 * h * of_chunk : of_chunks;
   const int64_t exchanged = Padded(2 * of_slab / 64 * n) + Padded(2 * of_slab);
-  const int64_t bytes = Padded(of_chunks) + (slab_rows < rows || slab_tokens < s ? 2 : 1) * exchanged;
+  const bool two = !by_channel && (slab_rows < rows || slab_tokens < s);
+  const int64_t bytes = Padded(of_part) + (two ? 2 : 1) * exchanged;
   Check("te_gated_delta_bwd",
         LaunchGatedDeltaBwd(nullptr, dy, dlast, q, k, v, beta, gate, runs, Arg{states},
                             Written(BF16, {rows, s, g, n}), Written(BF16, {rows, s, g, n}),
                             Written(BF16, {rows, s, h, p}), Written(F32, {rows, s, h}),
-                            Written(F32, {rows, s, h, 1}), Written(F32, {rows, h, n, p}),
+                            Written(F32, {rows, s, h, gates}), Written(F32, {rows, h, n, p}),
                             Written(U8, {bytes}), 0.1, true, shared, slab_rows, slab_tokens));
 }
 
@@ -162,6 +167,7 @@ void All() {
   Scan({1, 90, 1, 1, 32, 256, 0, 1, 64, 1}, true, false);
   Delta({2, 200, 3, 1, 64, 128, 0, 1, 256, 1}), Delta({1, 600, 2, 2, 72, 24, 150, 1, 512, 1});
   Delta({3, 70, 4, 2, 128, 64, 30, 2, 128, 1});
+  Delta({2, 200, 2, 1, 64, 128, 0, 1, 256, 1}, true), Delta({1, 600, 2, 2, 72, 24, 150, 1, 512, 1}, true);
   Convolution(2, 66, 264, 2, 0, F32), Convolution(2, 99, 264, 3, 20, F32),
       Convolution(2, 132, 264, 4, 0, BF16);
 }

@@ -56,9 +56,9 @@ def peak_of_scan(**sizes) -> int:
 
 
 def measure_delta(calls: int, graph: bool, **sizes) -> float:
-    """ms per call of fla's `chunk_gated_delta_rule`, likewise, with keys and queries of length 1.
+    """ms per call of fla's `chunk_gated_delta_rule`, or `chunk_kda`, likewise, with keys and queries of length 1.
 
-    shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d].
+    shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d]. by_channel: whether each channel of keys has a gate.
     """
     return _ask("delta", calls, graph=graph, **sizes)["ms"]
 
@@ -136,20 +136,24 @@ def _scan(torch, shape, backward, graph):
     return _graph(torch, run) if graph else run
 
 
-def _delta(torch, shape, backward, graph):
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+def _delta(torch, shape, backward, by_channel, graph):
+    if by_channel:
+        from fla.ops.kda import chunk_kda as rule
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
     def normal(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
     b, s, g, h, d = shape
-    gate = -torch.nn.functional.softplus(normal(b, s, h, dtype=torch.float32) - 3)
+    of_gate = (b, s, h, d) if by_channel else (b, s, h)
+    gate = -torch.nn.functional.softplus(normal(*of_gate, dtype=torch.float32) - 3)
     operands = normal(b, s, g, d), normal(b, s, g, d), normal(b, s, h, d), gate, normal(b, s, h).sigmoid()
     operands = [a.requires_grad_(backward) for a in operands]
     dy = normal(b, s, h, d) if backward else None
 
     def forward():
-        return chunk_gated_delta_rule(*operands, use_qk_l2norm_in_kernel=True)[0]
+        return rule(*operands, use_qk_l2norm_in_kernel=True)[0]
 
     run = (lambda: torch.autograd.grad(forward(), operands, dy)) if backward else forward
     return _graph(torch, run) if graph else run

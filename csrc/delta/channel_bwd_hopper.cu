@@ -5,19 +5,22 @@
 namespace te::delta {
 namespace {
 
-template <int kD>
+template <int kD, int kGroups>
 Status Run(cudaStream_t stream, const ChannelGradArgs& a) {
-  const auto kernel = te_gated_delta_channel_bwd_walk_hopper<kD>;
-  constexpr size_t kBytes = sizeof(HopperShared<kD, OfChannel>);
+  const auto kernel = te_gated_delta_channel_bwd_walk_hopper<kD, kGroups>;
+  constexpr size_t kBytes = sizeof(HopperShared<kD, OfChannel, kGroups>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  return LaunchBehind(stream, true, kernel, ChannelWalkGrid(a), kThreads, kBytes, a);
+  return LaunchBehind(stream, true, kernel, ChannelWalkGrid(a, kGroups), kWalkThreads<kGroups>, kBytes, a);
 }
 
 }  // namespace
 
 Status RunChannelWalksOnHopper(cudaStream_t stream, const ChannelGradArgs& a) {
-  return (a.of.d <= 64 ? Run<64> : Run<128>)(stream, a);
+  if (a.of.d <= 64) return Run<64, 1>(stream, a);
+  bool wide = false;
+  TE_TRY(IsWide(ChannelWalkGrid(a, 1), a.again.e, &wide));
+  return (wide ? Run<128, 2> : Run<128, 1>)(stream, a);
 }
 
 }  // namespace te::delta

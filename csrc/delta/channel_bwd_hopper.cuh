@@ -7,15 +7,15 @@
 
 namespace te::delta {
 
-template <int kD>
-__global__ void __launch_bounds__(kThreads, 1)
+template <int kD, int kGroups>
+__global__ void __launch_bounds__(kWalkThreads<kGroups>, 1)
     te_gated_delta_channel_bwd_walk_hopper(const ChannelGradArgs a) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
+  auto& s = *reinterpret_cast<HopperShared<kD, OfChannel, kGroups>*>(shared);
   LetNextStart();
-  AwaitPrevious();
-  RunChannelWalk<kD, kHopperStages, GroupProducts>(a,
-                                                   *reinterpret_cast<HopperShared<kD, OfChannel>*>(shared));
+  RunChannelWalk<kD, kHopperStages<OfChannel, kGroups>, GroupProducts, kGroups>(
+      a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 232>(s, walk); });
 #else
   __trap();  // compiled only for Hopper
 #endif

@@ -9,7 +9,7 @@ __global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2)
     te_gated_delta_channel_bwd_walk(const ChannelGradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<WalkShared<kD, kStages, OfChannel>*>(memory);
-  RunChannelWalk<kD, kStages, WarpProducts>(a, shared);
+  RunChannelWalk<kD, kStages, WarpProducts, 1>(a, shared, 0, [](auto&& walk) { WalkAlong(walk); });
 }
 
 template <int kD, int kStages>
@@ -17,7 +17,7 @@ Status Run(cudaStream_t stream, const ChannelGradArgs& a) {
   const auto kernel = te_gated_delta_channel_bwd_walk<kD, kStages>;
   constexpr size_t kBytes = sizeof(WalkShared<kD, kStages, OfChannel>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  kernel<<<ChannelWalkGrid(a), kThreads, kBytes, stream>>>(a);
+  kernel<<<ChannelWalkGrid(a, 1), kThreads, kBytes, stream>>>(a);
   TE_LAUNCHED();
 }
 

@@ -8,40 +8,41 @@ namespace te::delta {
 
 // Forward over kKept tokens, or, kBack, over the slab's from the last to the first. Back, `state` is the
 // gradient to the state behind a chunk, [16, kD] of the warp, with channels of values as rows as it has them.
-template <int kD, int kStages, typename Products, bool kBack>
-struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel> {
-  using Base = Walk<kD, kStages, Products, kBack, OfChannel>;
+template <int kD, int kStages, typename Products, bool kBack, int kGroups = 1>
+struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel, kGroups> {
+  using Base = Walk<kD, kStages, Products, kBack, OfChannel, kGroups>;
   using Weights = typename Base::OfTokens;
-  using Base::a, Base::s, Base::row, Base::head, Base::first, Base::state, Base::y;
+  using Base::a, Base::s, Base::row, Base::head, Base::first, Base::group, Base::state, Base::y;
   const ChannelGradArgs& of;
   const int first_chunk, chunks;
+  const float* from;  // [.., h, d, e], or nullptr: zeros. The state that it begins with is there at `index`.
+  const int64_t index;
 
   __device__ __forceinline__ int Chunk(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
-  __device__ __forceinline__ void FetchNext(int i) {
-    if (i < chunks)
-      Base::Fetch(Chunk(i));
+
+  __device__ __forceinline__ int Count() const { return chunks; }
+  __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(Chunk(i), i % kStages); }
+  __device__ __forceinline__ Bf16* To(int i) const {
+    return (kBack ? of.gradients_written : of.written) + of.Written(row, Chunk(i), head, first);
+  }
+  __device__ __forceinline__ int Rows(int i) const { return a.s - Chunk(i) * kChunk; }
+  __device__ __forceinline__ void Begin() { Base::Load(from, index); }
+  template <typename Fetch, typename Write>
+  __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
+    Base::Keep((kBack ? of.gradients : of.states) + of.State(row, Chunk(i), head));
+    if constexpr (kBack)
+      StepBack(i % kStages, fetch, write);
     else
-      CommitPrefetch();
+      Base::Step(i % kStages, fetch, write);
   }
-  __device__ __forceinline__ void WriteTokens(int i) {
-    Bf16* const to = kBack ? of.gradients_written : of.written;
-    Base::Write(to + of.Written(row, Chunk(i), head, first), a.s - Chunk(i) * kChunk);
-  }
-  // The state, rounded, as rows of values.
-  __device__ __forceinline__ void Keep(int chunk) const {
-    Bf16* const to = (kBack ? of.gradients : of.states) + of.State(row, chunk, head);
-#pragma unroll
-    for (int i = 0; i < kD / 2; i += 2) {
-      const int value = first + Base::Band() + ssm::RowOf(i % 4), key = i / 4 * 8 + ssm::ColumnOf(0);
-      if (value < a.e && key < a.d)
-        *reinterpret_cast<uint32_t*>(to + int64_t(value) * a.d + key) = ssm::Pack(state[i], state[i + 1]);
-    }
+  __device__ __forceinline__ void End() {
+    if (kBack) Base::Store(of.before, index);
   }
 
   // What dy and the state's gradient are to what tokens write, then to what they would write without each
   // other: dW = seen^T dy + left G, and inverse^T dW.
-  __device__ __forceinline__ void StepBack(int i) {
-    const int stage = Chunk(i) % kStages;
+  template <typename Fetch, typename Write>
+  __device__ __forceinline__ void StepBack(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
     const Weights& weights = s.weights[stage];
     uint32_t of_state[kD / 16][4];
@@ -50,13 +51,12 @@ struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel> {
     const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
-    if (kStages > 1) FetchNext(i + Base::kAhead);
+    fetch();
 #pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) tiles.v.TransposedA(of_dy[k], 16 * k, Base::Band());
+    for (int k = 0; k < kChunk / 16; ++k) tiles.v[group].TransposedA(of_dy[k], 16 * k, Base::Band());
     Products::Begin(written);
     Products::template Along<kD>(written, of_state, tiles.left);
     Products::Commit();
-    if (i > 0) WriteTokens(i - 1);
     Products::template Wait<0>(written);
 #pragma unroll
     for (int j = 0; j < kChunk / 2; ++j)
@@ -67,7 +67,7 @@ struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel> {
     Multiply(alone, left, tiles.inverse);
     Base::PackY(alone);
     if (weights.continues < kChunk) OnlyFirstRun(tiles, weights.continues, of_dy, alone);
-    ToState(tiles, weights, of_dy, alone);
+    ToState(tiles, weights, of_dy, alone, write);
   }
   __device__ __forceinline__ static void Multiply(Results& d, const Left& left, Tokens<kChunk>& tile) {
     Products::Begin(d);
@@ -101,9 +101,9 @@ struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel> {
   }
 
   // The gradient to the state before the chunk: keeps G + q^T dy - k^T (betas inverse^T dW).
-  template <typename Stage>
+  template <typename Stage, typename Write>
   __device__ __forceinline__ void ToState(Stage& tiles, const Weights& weights, const Left& of_dy,
-                                          const Results& alone) {
+                                          const Results& alone, Write&& write) {
     Left of_off;
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
@@ -116,65 +116,43 @@ struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel> {
     Products::template Across<kD>(state, of_dy, tiles.q);
     Products::template Across<kD>(state, of_off, tiles.k);
     Products::Commit();
+    write();
     Products::template Wait<0>(state);
-  }
-
-  // from: [.., h, d, e], or nullptr: zeros. The state that it begins with is there at `index`.
-  __device__ __forceinline__ void Run(const float* from, int64_t index) {
-#pragma unroll
-    for (int i = 0; i < Base::kAhead; ++i) FetchNext(i);
-#pragma unroll
-    for (float& each : state) each = 0;
-    if (from) Base::EachOfState(index, [&](float& each, int64_t at) { each = from[at]; });
-    for (int i = 0; i < chunks; ++i) {
-      WaitForPrefetch<Base::kAhead - 1>();
-      Base::Meet();  // what was fetched is there for all
-      Keep(Chunk(i));
-      if constexpr (kBack)
-        StepBack(i);
-      else
-        Base::Step(
-            Chunk(i) % kStages, [&] { FetchNext(i + Base::kAhead); },
-            [&] {
-              if (i > 0) WriteTokens(i - 1);
-            });
-      if (kStages == 1) {
-        __syncthreads();  // none reads the tokens any more
-        FetchNext(i + 1);
-      }
-    }
-    if (chunks > 0) WriteTokens(chunks - 1);
   }
 };
 
-// blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward.
-template <int kD, int kStages, typename Products>
+// blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward. run: gets the walk.
+template <int kD, int kStages, typename Products, int kGroups, typename Run>
 __device__ __forceinline__ void RunChannelWalk(const ChannelGradArgs& a,
-                                               WalkShared<kD, kStages, OfChannel>& shared) {
+                                               WalkShared<kD, kStages, OfChannel, kGroups>& shared, int group,
+                                               Run&& run) {
   const ChannelPart& part = a.part;
-  const int head = blockIdx.x, first = int(blockIdx.y) * kSlab;
+  const int head = blockIdx.x, first = (int(blockIdx.y) * kGroups + group) * kSlab;
   const int there = min(part.chunks, (a.of.s + kChunk - 1) / kChunk - part.first_chunk);
   if (int(blockIdx.z) < part.rows) {
     const int row = part.first_row + blockIdx.z;
-    ChannelWalk<kD, kStages, Products, true> walk{
-        {a.back, shared, row, head, first, {}, {}}, a, part.first_chunk, there};
-    walk.Run(a.after, row);
-    walk.Store(a.before, row);
+    run(ChannelWalk<kD, kStages, Products, true, kGroups>{
+        {a.back, shared, row, head, first, group, {}, {}}, a, part.first_chunk, there, a.after, row});
     return;
   }
   constexpr int kChunks = kKept / kChunk;
   const int index = blockIdx.z - part.rows, row = part.first_row + index % part.rows;
   const int begins = index / part.rows * kChunks, chunk = part.first_chunk + begins;
   if (begins >= there) return;
-  ChannelWalk<kD, kStages, Products, false> walk{
-      {a.again, shared, row, head, first, {}, {}}, a, chunk, min(kChunks, there - begins)};
-  walk.Run(a.kept, int64_t(row) * ((a.of.s + kKept - 1) / kKept) + chunk / kChunks);
+  const int64_t at = int64_t(row) * ((a.of.s + kKept - 1) / kKept) + chunk / kChunks;
+  run(ChannelWalk<kD, kStages, Products, false, kGroups>{{a.again, shared, row, head, first, group, {}, {}},
+                                                         a,
+                                                         chunk,
+                                                         min(kChunks, there - begins),
+                                                         a.kept,
+                                                         at});
 }
 
-inline dim3 ChannelWalkGrid(const ChannelGradArgs& a) {
+inline dim3 ChannelWalkGrid(const ChannelGradArgs& a, int groups) {
   constexpr int kChunks = kKept / kChunk;
   const unsigned walks = unsigned(a.part.rows) * unsigned(1 + (a.part.chunks + kChunks - 1) / kChunks);
-  return {unsigned(a.of.h), unsigned((a.again.e + kSlab - 1) / kSlab), walks};
+  const int channels = groups * kSlab;
+  return {unsigned(a.of.h), unsigned((a.again.e + channels - 1) / channels), walks};
 }
 
 }  // namespace te::delta

@@ -17,7 +17,6 @@ struct ChannelKeys {
 struct ChannelSystem {
   alignas(16) float of[kChunk * kPitch];  // below its diagonal, then the inverse
   Tokens<kChunk> seen;
-  alignas(16) float half[kHalves];
 };
 
 template <int kD, bool kRuns>
@@ -223,8 +222,8 @@ struct OfChannels {
     __syncwarp();
     InvertBlock(s.system.of);
     __syncthreads();
-    Merge<16>(s.system.of, s.system.half);
-    Merge<32>(s.system.of, s.system.half);
+    Merge<16>(s.system.of);
+    Merge<32>(s.system.of);
     WritePairs();
   }
 };

@@ -18,18 +18,6 @@ struct GradWalk : Walk<kD, kStages, Products, kBack, OfHead, kGroups> {
 
   __device__ __forceinline__ int Chunk(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
   __device__ __forceinline__ int OfRow(int i) const { return of.slab.first_token / kChunk + Chunk(i); }
-  // The state, rounded, as rows of values.
-  __device__ __forceinline__ void Keep(int chunk) const {
-    const int value = Base::Band() + ssm::RowOf(0), key = ssm::ColumnOf(0);
-    Bf16* const to = (kBack ? of.gradients : of.states) + of.State(row_of_slab, chunk, head) +
-                     int64_t(first + value) * a.d + key;
-    const bool all = a.d == kD && first + kSlab <= a.e;
-#pragma unroll
-    for (int i = 0; i < kD / 2; i += 2)
-      if (all || (first + value + i % 4 / 2 * 8 < a.e && key + i / 4 * 8 < a.d))
-        *reinterpret_cast<uint32_t*>(to + i % 4 / 2 * 8 * a.d + i / 4 * 8) =
-            ssm::Pack(state[i], state[i + 1]);
-  }
 
   __device__ __forceinline__ int Count() const { return chunks; }
   __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(OfRow(i), i % kStages); }
@@ -41,7 +29,7 @@ struct GradWalk : Walk<kD, kStages, Products, kBack, OfHead, kGroups> {
   __device__ __forceinline__ void Begin() { Base::Load(from, index); }
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
-    Keep(Chunk(i));
+    Base::Keep((kBack ? of.gradients : of.states) + of.State(row_of_slab, Chunk(i), head));
     if constexpr (kBack)
       StepBack(i % kStages, fetch, write);
     else

@@ -14,16 +14,11 @@ struct Decays {
   float beta[kChunk];              // 0 behind the last token
 };
 
-struct Seen {
-  ssm::Tile<kChunk, kChunk> tile;
-  alignas(16) float half[kHalves];  // of a square, while it is inverted
-};
-
 template <int kD, bool kRuns>
 struct ChunkShared {
   union {
     ssm::Tile<kChunk, kD> q;
-    Seen seen;  // when queries are multiplied
+    ssm::Tile<kChunk, kChunk> seen;  // when queries are multiplied
   };
   union {
     ssm::Tile<kChunk, kD> k;
@@ -127,7 +122,7 @@ struct Chunks {
           seen[j] = is_seen ? queries[i][2 * half + j] * weight * of_query : 0.f;
         }
         *reinterpret_cast<float2*>(s.system + to * kPitch + from) = make_float2(below[0], below[1]);
-        *reinterpret_cast<uint32_t*>(s.seen.tile.At(to, from)) = ssm::Pack(seen[0], seen[1]);
+        *reinterpret_cast<uint32_t*>(s.seen.At(to, from)) = ssm::Pack(seen[0], seen[1]);
       }
     }
   }
@@ -150,7 +145,7 @@ struct Chunks {
           words[j / 2] = ssm::Pack(two[0], two[1]);
         }
         inverse = make_uint4(words[0], words[1], words[2], words[3]);
-        seen = *reinterpret_cast<const uint4*>(s.seen.tile.At(to, from));
+        seen = *reinterpret_cast<const uint4*>(s.seen.At(to, from));
       }
       *reinterpret_cast<uint4*>(out.inverse + to * kChunk + from) = inverse;
       *reinterpret_cast<uint4*>(out.seen + to * kChunk + from) = seen;
@@ -191,8 +186,8 @@ struct Chunks {
       __syncwarp();
       InvertBlock(s.system);
       __syncthreads();
-      Merge<16>(s.system, s.seen.half);
-      Merge<32>(s.system, s.seen.half);
+      Merge<16>(s.system);
+      Merge<32>(s.system);
       Write(decays, chunks[head]);
       __syncthreads();
     }

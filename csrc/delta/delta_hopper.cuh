@@ -121,13 +121,14 @@ __device__ __forceinline__ void WalkBehind(Shared& s, Walk& walk) {
   walk.End();
 }
 
-// The warpgroup's part in the walks, of which a thread has kRegisters where the CTA has two.
+// The warpgroup's part in the walks, of which a thread has kRegisters where the CTA has two: of what it
+// begins with, 168 in each of three groups.
 template <int kGroups, int kRegisters, typename Shared, typename Walk>
 __device__ __forceinline__ void TakePart(Shared& s, Walk&& walk) {
   s.Begin();
   AwaitPrevious();
   if (ssm::GroupIndex() == 0) {
-    if constexpr (kGroups > 1) GiveRegisters<512 - 2 * kRegisters>();
+    if constexpr (kGroups > 1) GiveRegisters<3 * 168 - 2 * kRegisters>();
     Bring(s, walk);
   } else {
     if constexpr (kGroups > 1) TakeRegisters<kRegisters>();

@@ -213,8 +213,7 @@ struct Walk {
     auto& stage = s.stages[to];
     const int rows = a.s - chunk * kChunk;
     if constexpr (Gate::kByChannel) {
-      const auto& of =
-          static_cast<const ChannelChunk<kD>*>(a.of_channels)[a.part.At(row, chunk, head, a.h)];
+      const auto& of = static_cast<const ChannelChunk<kD>*>(a.of_channels)[a.part.At(row, chunk, head, a.h)];
       FetchPieces<(kReads ? sizeof(of.tiles) : offsetof(ChannelTiles<kD>, q)) / 16>(&stage, &of.tiles);
       FetchValues(stage, chunk, rows);
       FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
@@ -270,6 +269,18 @@ struct Walk {
 #pragma unroll
     for (float& each : state) each = 0;
     if (from) EachOfState(index, [&](float& each, int64_t at) { each = from[at]; });
+  }
+
+  // The state, rounded, as rows of values: those of the head begin at `of_head`.
+  __device__ __forceinline__ void Keep(Bf16* of_head) const {
+    const int value = Band() + ssm::RowOf(0), key = ssm::ColumnOf(0);
+    Bf16* const to = of_head + int64_t(first + value) * a.d + key;
+    const bool all = a.d == kD && first + kSlab <= a.e;
+#pragma unroll
+    for (int i = 0; i < kD / 2; i += 2)
+      if (all || (first + value + i % 4 / 2 * 8 < a.e && key + i / 4 * 8 < a.d))
+        *reinterpret_cast<uint32_t*>(to + i % 4 / 2 * 8 * a.d + i / 4 * 8) =
+            ssm::Pack(state[i], state[i + 1]);
   }
 
   // How far v is off what the state says, times beta, as a left factor.

@@ -6,8 +6,7 @@
 
 namespace te::delta {
 
-constexpr int kPitch = kChunk + 4;                      // of f32 [kChunk, kChunk] in shared memory
-constexpr int kHalves = kChunk / 2 * (kChunk / 2 + 4);  // numbers that Merge needs meanwhile
+constexpr int kPitch = kChunk + 4;  // of f32 [kChunk, kChunk] in shared memory
 constexpr float kLog2E = 1.44269504f;
 // exp2 of it is 0; larger ones would push the small ones behind them out of the sum.
 constexpr float kLeast = -160;
@@ -28,28 +27,29 @@ __device__ __forceinline__ float InverseLength(ssm::Tile<kChunk, kD, Layout>& ti
   return rsqrtf(sum + kEpsilon);
 }
 
-// [kSize / 16, 4] of left right, matrices [kSize, kSize] of which the thread has some rows and columns.
-template <int kSize>
-__device__ __forceinline__ void MultiplySquares(float (&out)[kSize / 16][4], const float* left,
-                                                int left_pitch, const float* right, int right_pitch, int row,
-                                                int column) {
-#pragma unroll 1
-  for (int j = 0; j < kSize; j += 4) {
-    float4 of_right[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i)
-      of_right[i] = *reinterpret_cast<const float4*>(right + (j + i) * right_pitch + column);
-#pragma unroll
-    for (int i = 0; i < kSize / 16; ++i) {
-      const float4 four = *reinterpret_cast<const float4*>(left + (row + i) * left_pitch + j);
-      const float of_left[4] = {four.x, four.y, four.z, four.w};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        out[i][0] += of_left[n] * of_right[n].x, out[i][1] += of_left[n] * of_right[n].y;
-        out[i][2] += of_left[n] * of_right[n].z, out[i][3] += of_left[n] * of_right[n].w;
-      }
-    }
+// Two neighbours, each as the sum of two numbers of bf16, which has 16 bits of it.
+struct Halves {
+  uint32_t high, low;
+
+  __device__ __forceinline__ Halves(float x, float y) : high(ssm::Pack(x, y)) {
+    const float2 of = ssm::Unpack(high);
+    low = ssm::Pack(x - of.x, y - of.y);
   }
+};
+// A left factor [16, 16], and two neighbours of a right one's 16 rows, [16, 8].
+struct LeftHalves {
+  uint32_t high[4], low[4];
+
+  __device__ __forceinline__ void Set(int word, const Halves& of) {
+    high[word] = of.high, low[word] = of.low;
+  }
+};
+// d += left right, but for the product of both lows.
+__device__ __forceinline__ void MultiplyHalves(float (&d)[4], const LeftHalves& left, const Halves& upper,
+                                               const Halves& lower) {
+  MultiplyAdd<false>(d, left.low, upper.high, lower.high);
+  MultiplyAdd<false>(d, left.high, upper.low, lower.low);
+  MultiplyAdd<false>(d, left.high, upper.high, lower.high);
 }
 
 // The inverse of 1 + system, of the warp's block [16, 16] on the diagonal: a lane has a column, and
@@ -80,27 +80,56 @@ __device__ __forceinline__ void InvertBlock(float* system) {
 }
 
 // Of squares of 2 kSize on the diagonal, whose halves there are inverted, the half below: -B (A C), where A
-// is that of the system, and B and C are the inverses right and above.
+// is that of the system, and B and C are the inverses right and above. The transposes are multiplied, so that
+// (A C)^T is a left factor as it lies in registers. A warp has 16 columns and half of the rows.
 template <int kSize>
-__device__ __forceinline__ void Merge(float* system, float* halves) {
-  constexpr int kPerSquare = 4 * kSize, kHalfPitch = kSize + 4, kCount = kSize / 16;
-  const int square = threadIdx.x / kPerSquare, index = threadIdx.x % kPerSquare;
-  const int column = index % (kSize / 4) * 4, at = index / (kSize / 4) * kCount;
-  float* const above = system + square * 2 * kSize * (kPitch + 1);
+__device__ __forceinline__ void Merge(float* system) {
+  constexpr int kPerSquare = kSize / 8, kHalf = kSize / 2;
+  const int warp = WarpIndex() % kPerSquare, band = warp / 2, first = warp % 2 * kHalf;
+  float* const above = system + WarpIndex() / kPerSquare * 2 * kSize * (kPitch + 1);
   float* const below = above + kSize * kPitch;
-  float* const half = halves + square * kSize * kHalfPitch;
-  const auto store = [&](float* to, int pitch, const float (&of)[kCount][4], float sign) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      *reinterpret_cast<float4*>(to + (at + i) * pitch + column) =
-          make_float4(sign * of[i][0], sign * of[i][1], sign * of[i][2], sign * of[i][3]);
+  const int line = Lane() / 4, two = Lane() % 4 * 2, column = 16 * band + line;
+  float both[kSize / 8][4] = {}, out[kHalf / 8][4] = {};
+  const auto right = [&](const float* row) {
+    const float2 of = *reinterpret_cast<const float2*>(row);
+    return Halves(of.x, of.y);
   };
-  float first[kCount][4] = {}, second[kCount][4] = {};
-  MultiplySquares<kSize>(first, below, kPitch, above, kPitch, at, column);
-  store(half, kHalfPitch, first, 1.f);
-  __syncthreads();
-  MultiplySquares<kSize>(second, below + kSize, kPitch, half, kHalfPitch, at, column);
-  store(below, kPitch, second, -1.f);
+#pragma unroll
+  for (int j = 0; j < kSize; j += 16) {
+    if (j < 16 * band) continue;  // C is 0 there
+    LeftHalves left;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const of = above + (j + two + i / 2 * 8) * kPitch + column + i % 2 * 8;
+      left.Set(i, Halves(of[0], of[kPitch]));
+    }
+#pragma unroll
+    for (int t = 0; t < kSize / 8; ++t) {
+      const float* const row = below + (8 * t + line) * kPitch + j + two;
+      MultiplyHalves(both[t], left, right(row), right(row + 8));
+    }
+  }
+#pragma unroll
+  for (int k = 0; k < kSize; k += 16) {
+    if (k >= first + (kHalf + 15) / 16 * 16) continue;  // B is 0 there
+    LeftHalves left;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* const of = both[k / 8 + i / 2] + i % 2 * 2;
+      left.Set(i, Halves(of[0], of[1]));
+    }
+#pragma unroll
+    for (int t = 0; t < kHalf / 8; ++t) {
+      const float* const row = below + kSize + (first + 8 * t + line) * kPitch + k + two;
+      MultiplyHalves(out[t], left, right(row), right(row + 8));
+    }
+  }
+  __syncthreads();  // none reads A any more
+#pragma unroll
+  for (int t = 0; t < kHalf / 8; ++t)
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      below[(first + 8 * t + two + i % 2) * kPitch + column + i / 2 * 8] = -out[t][i];
   __syncthreads();
 }
 

@@ -14,12 +14,13 @@ CEILINGS = {name: dict(sustained=rate, brief=rate) for name, rate in (("copy", 1
 
 def test_bytes_and_flops():
     """Bytes are those of operands and results; flops by hand, of 16 heads of keys and 32 of values on 8192 tokens."""
-    rule, *_ = delta.rules(False)
-    operands = jax.eval_shape(rule.operands)
-    y = jax.eval_shape(delta.rule, *operands)
+    rule, *_, by_channel = delta.rules(False)
     of = lambda arrays: sum(a.size * a.dtype.itemsize for a in arrays)
-    assert rule.bytes(backward=False) == of((*operands, y))
-    assert rule.bytes(backward=True) == of((*operands, *operands, y, y))
+    for each in (rule, by_channel):
+        operands = jax.eval_shape(each.operands)
+        y = jax.eval_shape(delta.rule, *operands)
+        assert each.bytes(backward=False) == of((*operands, y))
+        assert each.bytes(backward=True) == of((*operands, *operands, y, y))
     assert rule.flops(False) == 2 * 8192 * (16 * 64 * 128 + 32 * (64 * 128 + 3 * 128 * 128))
 
 
@@ -36,6 +37,6 @@ def test_next_to_fla(tmp_path, monkeypatch, capsys):
     ours, eager, graph = json.loads(out.read_text())["rows"]
     assert ours["beside"] == {eager["impl"]: ours["ms"] / 4, graph["impl"]: ours["ms"] / 2}
     assert eager["peak_bytes"] == 7 and "peak_bytes" not in graph and ours["peak_bytes"] > 0
-    assert asked[0] == dict(shape=(1, 96, 1, 2, 16), backward=True)
+    assert asked[0] == dict(shape=(1, 96, 1, 2, 16), backward=True, by_channel=False)
     assert graph["bound_ms"] == pytest.approx(max(graph["flops"] / 1e-2, graph["bytes"] / 1e-3) / 1e9)
     assert "x fla graph" in capsys.readouterr().out
