@@ -88,6 +88,15 @@ def test_gates_of_channels(rng, monkeypatch, s, h, g, d, e, absent):
     check(rng, s, h, g, d, e, absent, by_channel=True, errors=CHANNEL_ERRORS)
 
 
+@pytest.mark.parametrize("by_channel", [False, True])
+def test_more_walks_than_multiprocessors(rng, request, by_channel):
+    """On Hopper a CTA then has two slabs of values: 6 x 12 x 2 walks, or 6 x 12."""
+    if request.config.getoption("--host-kernels"):
+        pytest.skip("Hopper's kernels are run by tests/build/test_host_delta.py there")
+    errors = CHANNEL_ERRORS if by_channel else (ERROR, GRADIENT_ERROR)
+    check(rng, 300, 12, 12, 128, 72, (), by_channel=by_channel, errors=errors)
+
+
 def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
     """Two rows and two blocks of 512 tokens: a slab is cut short by the rows, and one by the tokens."""
     h, d, e = 1, 8, 8
