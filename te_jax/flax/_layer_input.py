@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
-from te_jax.flax._common import activation_axes, floating, in_compute_dtype, kernel_initializer
+from te_jax.flax._common import activation_axes, floating, in_compute_dtype, kernel_initializer, lora_scope
 from te_jax.flax._fields import shared_fields
 from te_jax.flax._state import describe
 from te_jax.flax.dense import DenseGeneral
@@ -52,6 +52,7 @@ def add_layer_input(module: nn.Module, x: jax.Array, layer_input: jax.Array) -> 
     """x + norm(out(act(gate(x)) * layer_input)), x [b, s, H], layer_input [b, s, P]."""
     each = kernel_initializer(module.mlp_kernel_init)
     shared = shared_fields(module, DenseGeneral) | dict(use_bias=False, kernel_init=each)
+    shared |= dict(enable_low_rank_adaptation=lora_scope(module)[2])
     into = dict(features=module.layer_input_size, kernel_axes=(W_FSDP_AXES, W_TP_AXES))
     out = dict(features=x.shape[-1], kernel_axes=(W_TP_AXES, W_FSDP_AXES), bias_axes=(W_NO_SHARD_AXES,))
     x_of_gemm = constrain(x, activation_axes(module, BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))

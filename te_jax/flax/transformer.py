@@ -97,7 +97,8 @@ class TransformerLayer(Module):
     attn_logit_softcap: as in `DotProductAttention`, for both attentions.
     layer_input_size:   P: behind the MLP the layer adds norm(out(act(gate(x)) * layer_input)) to x, where the argument
                         layer_input has P channels and act is the first activation of the MLP: per-layer embeddings, as
-                        in Gemma 3n and 4. The projections have no biases.
+                        in Gemma 3n and 4. The projections have no biases; low_rank_adaptation_scope takes them as
+                        parts of the MLP.
     mlp_next_to_experts: the MLP stays next to moe; each has a norm of what it gives, too, as in Gemma 4.
     kv_sharing:         "give": the result is (x, keys and values), "take": the layer attends to the argument
                         keys_values, as in `MultiHeadAttention`. Encoders only.

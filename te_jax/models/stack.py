@@ -258,6 +258,8 @@ class Model(KnownArguments):
         c, count = self.config, self.config.num_layers if count is None else count
         of = lambda index: {**fields(index), **self.dtypes}
         _check_order([of(index) for index in range(count)])
+        if layer_inputs is None:
+            _check_no_inputs([of(index) for index in range(count)])
         table = None
         if of(0).get("enable_relative_embedding"):
             biases = te_flax.RelativePositionBiases(
@@ -355,6 +357,16 @@ def _check_order(layers):
                     f"te_jax.models: context_parallel_causal_load_balanced is True in layer {index}, but other layers "
                     f"have {found[0]}, whose devices have the tokens in order; leave one of them out."
                 )
+
+
+def _check_no_inputs(layers):
+    """Raises ValueError for layers with inputs of their own, of a model that makes none."""
+    for index, fields in enumerate(layers):
+        if (size := fields.get("layer_input_size")) is not None:
+            raise ValueError(
+                f"te_jax.models: layer_input_size is {size} in layer {index}, but only a CausalLM has inputs of "
+                "layers; leave it out of ModelConfig."
+            )
 
 
 VARIABLES = Kind("the variables of the model, a dict of collections", lambda value: isinstance(value, Mapping))

@@ -15,7 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax.flax._keys import KeysValues
-from te_jax.models import CausalLM, families, unscan
+from te_jax.models import CausalLM, EncoderDecoder, EncoderLM, ModelConfig, VisionEncoder, families, unscan
 from te_jax.models.families import FullAttention, Size
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import ProportionalScaling
@@ -349,3 +349,40 @@ def test_refused_models(words):
     model = CausalLM(replace(families.gemma4(SIZE), **WRONG_MODELS[words]))
     with pytest.raises(ValueError, match=words):
         jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 4), jnp.int32))
+
+
+@pytest.mark.parametrize("model", [EncoderLM, EncoderDecoder, VisionEncoder])
+def test_only_a_causal_lm_has_inputs_of_layers(model):
+    """The model says so itself, in `init` too, where a layer by itself would take zeros."""
+    of_images = model is VisionEncoder
+    config = ModelConfig(
+        0 if of_images else 8,
+        1,
+        H,
+        dict(num_attention_heads=N, mlp_hidden_size=F, layer_input_size=P),
+        **(dict(image_size=4, patch_size=2) if of_images else {}),
+    )
+    shape, dtype = ((1, 4, 4, 3), jnp.float32) if of_images else ((1, 4), jnp.int32)
+    call = dict(inputs=jnp.zeros(shape, dtype)) if model is EncoderDecoder else {}
+    with pytest.raises(ValueError, match="layer_input_size is 12 in layer 0, but only a CausalLM has inputs of layers"):
+        jax.eval_shape(functools.partial(model(config).init, **call), jax.random.key(0), jnp.zeros(shape, dtype))
+
+
+def test_adapters_of_a_layers_own_input():
+    """Its projections have them with those of the MLP, and merged they are of the kernels."""
+    scopes = dict(none=False, qkv_proj=False, mlp=True, exclude_mlp=False)
+    x, inputs = data(B, S, H), data(B, S, P, seed=3)
+    for scope, adapted in scopes.items():
+        module = te_flax.TransformerLayer(H, **FIELDS, low_rank_adaptation_scope=scope)
+        made = unboxed(jax.eval_shape(functools.partial(module.init, deterministic=True), jax.random.key(0), x))
+        for name in ("layer_input_gate", "layer_input_out"):
+            assert ("lora_a_kernel" in made["params"][name]) == adapted
+    module = te_flax.TransformerLayer(H, **FIELDS, low_rank_adaptation_scope="all", low_rank_adaptation_dim=4)
+    made = unboxed(jax.eval_shape(functools.partial(module.init, deterministic=True), jax.random.key(0), x))
+    params = filled(made["params"])
+    run = lambda module, p: module.apply({"params": p}, x, layer_input=inputs, deterministic=True)
+    plain = te_flax.TransformerLayer(H, **FIELDS)
+    merged = te_flax.merge_lora(params)
+    assert not any("lora" in str(path) for path, _ in jax.tree_util.tree_leaves_with_path(merged))
+    got, want = jax.jit(lambda p, q: (run(module, p), run(plain, q)), compiler_options=OPTIONS)(params, merged)
+    close(got, want)
