@@ -58,7 +58,10 @@ PAGES = (
     Page("flax-layers", "te_jax.flax", {"": ("TransformerLayer", "TransformerLayerType", "DiTBlock")}),
     Page("flax-dense", "te_jax.flax", {"": ("DenseGeneral", "LayerNormDenseGeneral", "LayerNormMLP", "LayerNorm")}),
     Page("flax-attention", "te_jax.flax", {
-        "": ("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "Mamba2", "GatedDeltaNet"),
+        "": (
+            *("MultiHeadAttention", "MultiHeadLatentAttention", "DotProductAttention", "Mamba2", "GatedDeltaNet"),
+            "KeysValues",
+        ),
     }),
     Page("flax-experts", "te_jax.flax", {"": ("MoEBlock", "update_expert_bias")}),
     Page("flax-head", "te_jax.flax", {"": ("LMHead", "RelativePositionBiases")}),

@@ -2,6 +2,7 @@
 
 DenseGeneral, LayerNormDenseGeneral, LayerNormMLP, LayerNorm: Products, with the norm in front of them in one.
 DotProductAttention, MultiHeadAttention, MultiHeadLatentAttention, RelativePositionBiases: Attention.
+KeysValues: What one attention hands on to a later one.
 Mamba2: A mixer of tokens by a state-space model.
 GatedDeltaNet: A mixer of tokens by the gated delta rule.
 TransformerLayer, MoEBlock, LMHead: A layer; its mixture of experts; logits and their loss.
@@ -13,6 +14,7 @@ join_lora, lora_mask, merge_lora, split_lora: Adapters of low rank.
 """
 
 from te_jax.core.public import public_names as _public_names
+from te_jax.flax._keys import KeysValues as KeysValues
 from te_jax.flax.attention import DotProductAttention as DotProductAttention
 from te_jax.flax.dense import DenseGeneral as DenseGeneral
 from te_jax.flax.dense import LayerNormDenseGeneral as LayerNormDenseGeneral

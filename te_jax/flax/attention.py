@@ -132,7 +132,7 @@ class DotProductAttention(Module):
         mask: jax.Array | None = None,
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
-    ) -> Any:
+    ) -> jax.Array | Any:  # a pair only with return_max_logit
         """query [b, s, h, d], key [b, t, g, d], value [b, t, g, dv] (see `qkv_layout`) -> [b, s, h, dv].
 
         sequence_descriptor: lengths or segments of the rows; or what `mask` may be.

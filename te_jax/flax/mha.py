@@ -180,7 +180,7 @@ class MultiHeadAttention(Module):
         norm_output: bool = True,
         max_decode_length: int | None = None,
         keys_values: KeysValues | None = None,
-    ) -> tuple[Any, ...]:
+    ) -> tuple[jax.Array, jax.Array | None, *tuple[KeysValues, ...]]:
         """inputs_q [b, s, H], inputs_kv [b, t, Hk] -> ([b, s, H], norm output [b, s, H] or None), and with
         kv_sharing="give" the keys and values.
 

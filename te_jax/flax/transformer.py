@@ -251,7 +251,7 @@ class TransformerLayer(Module):
         positions: jax.Array | None = None,
         keys_values: KeysValues | None = None,
         layer_input: jax.Array | None = None,
-    ) -> Any:
+    ) -> jax.Array | Any:  # a pair only with kv_sharing="give"; a union with it would be in everyone's way
         """inputs [b, s, H] ([s, b, H] if transpose_batch_sequence) -> the same shape and dtype; with kv_sharing="give"
         (it, keys and values).
 

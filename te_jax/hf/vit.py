@@ -23,12 +23,14 @@ _LABEL_NAMES = Kind(
 
 @dataclass(frozen=True)
 class _Labels(Word):
-    """`id2label`, of which the number of labels counts: of a classifier, 2 where it is absent; of others 0."""
+    """`id2label`, of which the number of labels counts, unless `num_labels` says another one: of a classifier, 2 where
+    both are absent; of others 0."""
 
     def value(self, where: str, said: Said) -> int:
         found = said.found.get(self.name)
         check(where, self.name, found, self.kind)
-        labels = 2 if found is None else len(found)
+        labels = said.found.get("num_labels", 2 if found is None else len(found))
+        check(where, "num_labels", labels, integer(0, 2**31 - 1))
         return labels if said["architectures"] == [_CLASSIFIER] else 0
 
     def write(self, config: ModelConfig) -> dict[str, Any]:
@@ -43,7 +45,7 @@ def _class_of_vit(c: ModelConfig) -> str:
 
 def _has_labels(said: Said) -> tuple[str, str] | None:
     if said["architectures"] == [_CLASSIFIER] and not said["id2label"]:
-        return "architectures", "a classifier has labels: pass id2label"
+        return "architectures", "a classifier has labels: pass id2label or num_labels"
     return None
 
 
@@ -74,7 +76,7 @@ _VIT = words_of(
         ours=lambda said: (said["architectures"] != [_CLASSIFIER],),
         theirs=lambda c: [_class_of_vit(c)],
     ),
-    _Labels("id2label", NONE | _LABEL_NAMES, None, to=("num_labels",)),
+    _Labels("id2label", NONE | _LABEL_NAMES, None, also=("num_labels",), to=("num_labels",)),
     unused("encoder_stride", integer()),
     layer_norm_eps=1e-12,
     hidden_dropout_prob=0.0,

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from te_jax.flax import TransformerLayerType
+from te_jax.flax import KeysValues, TransformerLayerType
 from te_jax.nnx._layer import Layer
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import PositionSections, Scaling
@@ -340,7 +340,7 @@ class DotProductAttention(Layer):
         score_mod_tensors: Any = None,
         score_mod_bprop_tensors: Any = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> Any: ...
+    ) -> jax.Array | Any: ...
 
 class MultiHeadAttention(Layer):
     def __init__(
@@ -422,9 +422,9 @@ class MultiHeadAttention(Layer):
         residual: bool = False,
         norm_output: bool = True,
         max_decode_length: int | None = None,
-        keys_values: Any = None,
+        keys_values: KeysValues | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> tuple[Any, ...]: ...
+    ) -> tuple[jax.Array, jax.Array | None, *tuple[KeysValues, ...]]: ...
 
 class MultiHeadLatentAttention(Layer):
     def __init__(
@@ -709,10 +709,10 @@ class TransformerLayer(Layer):
         score_mod_bprop_tensors: Any = None,
         *,
         positions: jax.Array | None = None,
-        keys_values: Any = None,
+        keys_values: KeysValues | None = None,
         layer_input: jax.Array | None = None,
         rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
-    ) -> Any: ...
+    ) -> jax.Array | Any: ...
 
 class DiTBlock(Layer):
     def __init__(

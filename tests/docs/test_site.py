@@ -182,6 +182,10 @@ def test_stubs_of_nnx_are_those_of_its_modules():
     assert nnx_stubs.STUB.read_text() == nnx_stubs.stub(), (
         "write it anew: PYTHONPATH=. python tests/support/nnx_stubs.py"
     )
+    calls = {each.split("(")[0]: each for each in nnx_stubs.stub().split("\nclass ")[1:]}
+    # What operands=True returns has no public name.
+    assert [name for name, text in calls.items() if ") -> Any: ..." in text] == ["DenseGeneral"]
+    assert "keys_values: KeysValues | None" in calls["TransformerLayer"]
 
 
 def test_the_package_says_that_it_is_typed():

@@ -14,7 +14,7 @@ from flax_reference import data, filled, unboxed
 import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
-from te_jax.flax._keys import KeysValues
+from te_jax.flax import KeysValues
 from te_jax.models import CausalLM, EncoderDecoder, EncoderLM, ModelConfig, VisionEncoder, families, unscan
 from te_jax.models.families import FullAttention, Size
 from te_jax.ops.attention import SequenceDescriptor

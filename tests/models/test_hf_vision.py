@@ -90,6 +90,27 @@ def test_labels(tmp_path):
         jax.tree.map(np.testing.assert_array_equal, same["params"], params)
 
 
+def test_a_number_of_labels(tmp_path):
+    """It may stand in config.json next to their names, or instead, and counts there, as in transformers."""
+    folder = shutil.copytree(FIXTURES / "vit-classifier", tmp_path / "counted")
+    words = {key: a for key, a in json.loads((folder / "config.json").read_text()).items() if key != "id2label"}
+    two = {str(i): name for i, name in enumerate("ab")}
+    for more in (dict(num_labels=5), dict(num_labels=5, id2label=two), dict(num_labels=5, id2label=None)):
+        (folder / "config.json").write_text(json.dumps(words | more))
+        assert hf.read_config(folder).num_labels == 5
+    model, variables = hf.load(folder)
+    jax.tree.map(np.testing.assert_array_equal, variables, hf.load(FIXTURES / "vit-classifier")[1])
+    fewer = {key: a[:3] if "head" in key else a for key, a in variables["params"].items()}
+    hf.save(tmp_path / "3", model.clone(config=replace(model.config, num_labels=3)), dict(params=fewer))
+    assert hf.read_config(tmp_path / "3").num_labels == 3
+    (folder / "config.json").write_text(json.dumps(words | dict(num_labels=-1)))
+    with pytest.raises(ValueError, match="num_labels is -1"):
+        hf.read_config(folder)
+    (folder / "config.json").write_text(json.dumps(words | dict(num_labels=0)))
+    with pytest.raises(ValueError, match="a classifier has labels: pass id2label or num_labels"):
+        hf.read_config(folder)
+
+
 @pytest.mark.parametrize("name", ["siglip", "vit"])
 def test_nnx(name):
     """The layers of te_jax.nnx between patches and the last norm give transformers' hidden states."""

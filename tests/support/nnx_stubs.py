@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from te_jax.flax import TransformerLayerType
+from te_jax.flax import KeysValues, TransformerLayerType
 from te_jax.nnx._layer import Layer
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.rope import PositionSections, Scaling
@@ -49,7 +49,7 @@ def _type(annotation) -> str:
         "Scaling",
         "PositionSections",
     }
-    known |= {"TransformerLayerType", "SequenceDescriptor"}
+    known |= {"TransformerLayerType", "SequenceDescriptor", "KeysValues"}
     return text if names <= known else "Any"
 
 
