@@ -147,10 +147,15 @@ def _window_of_gemma2(c: ModelConfig) -> int | None:
     return None if size is None else size[0] + 1
 
 
-def _scalar_is_width(said: Said) -> tuple[str, str] | None:
-    if said["query_pre_attn_scalar"] != said["head_dim"]:
-        return "query_pre_attn_scalar", f"te_jax reads head_dim, {said['head_dim']}"
-    return None
+def _scale_of_queries(said: Said) -> tuple[float | None]:
+    scalar = said["query_pre_attn_scalar"]
+    return (None if scalar == said["head_dim"] else scalar**-0.5,)
+
+
+def _scalar_of_queries(c: ModelConfig) -> float:
+    scale = c.layer.get("attn_logit_scale")
+    scalar = width_of(c) if scale is None else scale**-2
+    return round(scalar) if math.isclose(scalar, round(scalar)) else scalar
 
 
 OF_GEMMA = (
@@ -170,9 +175,17 @@ OF_GEMMA = (
     NO_BIAS,
     fixed("use_bidirectional_attention", False, None, default=None),
 )
+# What logits are divided by the root of, where that is not the width of a head.
+QUERY_SCALAR = Word(
+    "query_pre_attn_scalar",
+    number(above=0),
+    to=("layer/attn_logit_scale",),
+    ours=_scale_of_queries,
+    theirs=_scalar_of_queries,
+)
 _GEMMA2 = (
     *OF_GEMMA,
-    Word("query_pre_attn_scalar", number(above=0), theirs=width_of),
+    QUERY_SCALAR,
     Word(
         "sliding_window",
         SIZE,
@@ -274,9 +287,9 @@ DECODERS = (
     of_llama(
         "gemma2",
         "Gemma2ForCausalLM",
-        families.gemma2(replace(ONE, head_dim=1), query_scalar=1.0),
+        families.gemma2(replace(ONE, head_dim=1)),
         *_GEMMA2,
-        checks=(_scalar_is_width, types_of_layers(lambda said, i: _type_of_gemma2(i))),
+        checks=(types_of_layers(lambda said, i: _type_of_gemma2(i)),),
         tensors=gemma_rules,
         vocab_size=256000,
         hidden_size=2304,

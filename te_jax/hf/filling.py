@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
@@ -60,22 +60,30 @@ def fill_variables(
     shardings: {path: sharding}; may lack some, or all.
     recipe, gradients: how kernels are quantized, as of `te_jax.flax.fp8_params`.
     """
-    made, programs = {}, {}
+    made = {}
     for path, form in forms.items():
         made[path] = _map_arrays(partial(_zeros, shardings.get(path)), form)
     for step in plan.steps:
         if not step.theirs:
             continue
         before = tuple(made[path] for path in step.ours)
-        places = jax.tree.map(lambda a: a.sharding, before)
-        key = step.rule, step.index is None, jax.tree.structure(before), tuple(jax.tree.leaves(places))
-        if key not in programs:
-            put = partial(_put_in_place, step.rule.form, step.index is not None, recipe, gradients)
-            # Arrays that nobody placed stay free to move: else a step compiles twice, next to ones that are.
-            programs[key] = jax.jit(put, donate_argnums=0, out_shardings=places if shardings else None)
-        after = programs[key](before, step.index or 0, *(read(name) for name in step.theirs))
+        arrays, tree = jax.tree.flatten(before)
+        # Arrays that nobody placed stay free to move: else a step compiles twice, next to ones that are.
+        places = (tree, tuple(a.sharding for a in arrays)) if shardings else None
+        program = _program(step.rule.form, step.index is not None, recipe, gradients, places)
+        after = program(before, step.index or 0, *(read(name) for name in step.theirs))
         made |= zip(step.ours, jax.block_until_ready(after))  # else tensors of several steps would be on the device
     return {path: _map_arrays(partial(_place_as_asked, shardings.get(path)), a) for path, a in made.items()}
+
+
+@lru_cache(maxsize=1024)
+def _program(form: Recast, stacked: bool, recipe: Recipe | None, gradients: bool, places: tuple[Any, Any] | None):
+    """`_put_in_place` of this form, of which jax compiles one for all steps, and loads, that have the same shapes.
+
+    places: the structure of variables and the shardings of their arrays; None: as jax has it.
+    """
+    put = partial(_put_in_place, form, stacked, recipe, gradients)
+    return jax.jit(put, donate_argnums=0, out_shardings=None if places is None else places[0].unflatten(places[1]))
 
 
 def _map_arrays(function, variable):

@@ -2,19 +2,11 @@
 
 from dataclasses import replace
 
-from te_jax.hf.decoders import OF_GEMMA, ONE, QK_NORMS, gemma_rules, of_llama
+from te_jax.hf.decoders import OF_GEMMA, ONE, QK_NORMS, QUERY_SCALAR, gemma_rules, of_llama
 from te_jax.hf.layered import WINDOW_OF_SOME, layer_types, layers_are_known, rope_and_window
 from te_jax.hf.rotary import rotary_by_type
-from te_jax.hf.words import SIZE, Said, Word, fixed
-from te_jax.models import ModelConfig, families
-
-
-def _scalar_of(c: ModelConfig) -> int:
-    return round(c.layer["attn_logit_scale"] ** -2)
-
-
-def _inverse_root(said: Said) -> tuple[float]:
-    return (said["query_pre_attn_scalar"] ** -0.5,)
+from te_jax.hf.words import SIZE, Word, fixed
+from te_jax.models import families
 
 
 GEMMA3_TEXT = of_llama(
@@ -23,7 +15,7 @@ GEMMA3_TEXT = of_llama(
     families.gemma3(replace(ONE, head_dim=1)),
     *(*OF_GEMMA, *QK_NORMS, WINDOW_OF_SOME),
     fixed("use_bidirectional_attention", False, None),
-    Word("query_pre_attn_scalar", SIZE, to=("layer/attn_logit_scale",), ours=_inverse_root, theirs=_scalar_of),
+    QUERY_SCALAR,
     rotary_by_type(
         {"sliding_attention": 10_000.0, "full_attention": 1_000_000.0},
         {"sliding_attention": "rope_local_base_freq", "full_attention": "rope_theta"},

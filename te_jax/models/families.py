@@ -280,17 +280,15 @@ def granite(size: Size, base: float = 10_000_000) -> ModelConfig:
     return replace(config, family="granite", embedding_scale=12.0, output_scale=1 / 8)
 
 
-def gemma2(size: Size, window: int = 4096, query_scalar: float = 256.0) -> ModelConfig:
+def gemma2(size: Size, window: int = 4096, query_scalar: float | None = None) -> ModelConfig:
     """Gemma team 2024, https://arxiv.org/abs/2408.00118. Norms before and behind sub-blocks, whose scale is 1 more than
     its parameter; soft caps of attention's and the model's logits; every other layer, the first among them, sees the
     last `window` tokens.
 
-    query_scalar: attention divides by its root; the layer, by the root of the width of a head, which has to be equal.
+    query_scalar: attention divides by its root; None: by the root of the width of a head.
     """
-    width = size.head_dim or size.hidden // size.heads
-    if query_scalar != width:
-        raise ValueError(f"gemma2: query_scalar is {query_scalar}, but a head has {width} channels; make both equal.")
     norms = dict(zero_centered_gamma=True, post_norms=True)
+    norms |= {} if query_scalar is None else dict(attn_logit_scale=query_scalar**-0.5)
     config = llama(size, epsilon=1e-6).with_layer(attn_logit_softcap=50.0, mlp_activations=("gelu", "linear"), **norms)
     pattern = (dict(window_size=(window - 1, 0)), {})
     others = dict(embedding_scale=math.sqrt(size.hidden), logit_softcap=30.0)
@@ -303,11 +301,8 @@ def gemma3(size: Size, window: int = 512, scaling: LinearScaling | None = None) 
 
     scaling: of RoPE in the others.
     """
-    width = size.head_dim or size.hidden // size.heads
     norms = dict(zero_centered_gamma=True, post_norms=True, qk_norm_type="rmsnorm", qk_norm_before_rope=True)
-    config = llama(size, epsilon=1e-6).with_layer(
-        mlp_activations=("gelu", "linear"), attn_logit_scale=width**-0.5, **norms
-    )
+    config = llama(size, epsilon=1e-6).with_layer(mlp_activations=("gelu", "linear"), **norms)
     near = dict(window_size=(window - 1, 0), rotary_pos_emb_windows=(1, 10_000.0), rotary_pos_emb_scaling=None)
     far = dict(rotary_pos_emb_windows=(1, 1_000_000.0), rotary_pos_emb_scaling=scaling)
     return replace(config, family="gemma3_text", pattern=(near,) * 5 + (far,), embedding_scale=math.sqrt(size.hidden))

@@ -156,8 +156,9 @@ MODELS = {
             **_LLAMA, head_dim=12, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=20, norm_topk_prob=True
         )
     ),
+    # Attention divides by the root of another number than the width of a head, as in the largest one.
     "gemma2": lambda: hf.Gemma2ForCausalLM(
-        hf.Gemma2Config(**_LLAMA, head_dim=12, query_pre_attn_scalar=12, sliding_window=5, attn_implementation="eager")
+        hf.Gemma2Config(**_LLAMA, head_dim=12, query_pre_attn_scalar=15, sliding_window=5, attn_implementation="eager")
     ),
     "deepseek-v3": lambda: hf.DeepseekV3ForCausalLM(hf.DeepseekV3Config(**_LLAMA | _DEEPSEEK)),
     "granite4": lambda: hf.GraniteMoeHybridForCausalLM(hf.GraniteMoeHybridConfig(**_LLAMA | _GRANITE)),

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict
-from hf_folders import FIXTURES, load_once, loaded, tensors
+from hf_folders import FIXTURES, loaded, tensors, trace_once
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -33,8 +33,8 @@ jit = functools.partial(jax.jit, compiler_options=OPTIONS)
 
 
 @pytest.fixture(autouse=True)
-def equal_models_are_compiled_once(monkeypatch):
-    load_once(monkeypatch)
+def equal_models_are_traced_once(monkeypatch):
+    trace_once(monkeypatch)
 
 
 def ours(model, variables, due):

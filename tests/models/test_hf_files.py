@@ -12,7 +12,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from hf_folders import CLASSES, FIXTURES, Accepted, load_nothing, outcome, pack, trace_once, unpack
 
 from te_jax import hf
-from te_jax.hf import files
+from te_jax.hf import files, filling
 from te_jax.models import EncoderLM, generate
 
 pytest.importorskip("safetensors")
@@ -126,3 +126,14 @@ def test_what_the_index_does_not_name_is_no_tensor_of_the_checkpoint(tmp_path):
     save_file(load_file(shard) | {"model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(4, np.float32)}, shard)
     got, want = (hf.load(each)[1] for each in (folder, FIXTURES / "llama2"))
     assert jax.tree.all(jax.tree.map(np.array_equal, got, want))
+
+
+def test_a_second_load_traces_nothing(monkeypatch):
+    """The programs that fill parameters are there, whichever load they were made for."""
+    _, first = hf.load(FIXTURES / "llama3")
+
+    def traced(*args):
+        raise AssertionError("a program was made anew")
+
+    monkeypatch.setattr(filling, "_make_variables", traced)
+    jax.tree.map(np.testing.assert_array_equal, hf.load(FIXTURES / "llama3")[1], first)

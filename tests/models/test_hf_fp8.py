@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
-from hf_folders import FIXTURES, load_once, tensors
+from hf_folders import FIXTURES, tensors, trace_once
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -103,8 +103,8 @@ def equal(a, b):
 
 
 @pytest.fixture(autouse=True)
-def equal_models_are_compiled_once(monkeypatch):
-    load_once(monkeypatch)
+def equal_models_are_traced_once(monkeypatch):
+    trace_once(monkeypatch)
 
 
 def kernels(variables) -> dict[str, QuantizedKernel]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hf_folders import FIXTURES, load_once, loaded, tensors
+from hf_folders import FIXTURES, loaded, tensors, trace_once
 from quick_init import quick_nnx
 
 import te_jax.nnx as te_nnx
@@ -41,8 +41,8 @@ def is_tied(name):
 
 
 @pytest.fixture(autouse=True)
-def equal_models_are_compiled_once(monkeypatch):
-    load_once(monkeypatch)
+def equal_models_are_traced_once(monkeypatch):
+    trace_once(monkeypatch)
 
 
 @pytest.mark.parametrize("name", DECODERS)

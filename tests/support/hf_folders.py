@@ -9,7 +9,7 @@ from typing import NamedTuple
 import numpy as np
 
 from te_jax import hf
-from te_jax.hf import checkpoints, filling
+from te_jax.hf import checkpoints
 
 CLASSES = (FileNotFoundError, FileExistsError, ValueError, TypeError)  # of errors of te_jax.hf
 FIXTURES = pathlib.Path(__file__).parents[1] / "hf_fixtures"
@@ -69,18 +69,13 @@ def with_header(header: bytes, data: bytes = b"") -> bytes:
     return len(header).to_bytes(8, "little") + header + data
 
 
-_planned, _bound = functools.cache(checkpoints.plan_of), functools.cache(functools.partial)
+_planned = functools.cache(checkpoints.plan_of)
 
 
 def trace_once(monkeypatch):
-    """Equal models are traced once from now on."""
+    """Equal models are traced once from now on, and have the same forms of tensors: they are loaded by the same
+    programs."""
     monkeypatch.setattr(checkpoints, "plan_of", _planned)
-
-
-def load_once(monkeypatch):
-    """And what puts tensors into an equal model's parameters is compiled once: most of the time to load a fixture."""
-    trace_once(monkeypatch)
-    monkeypatch.setattr(filling, "partial", _bound)  # jax knows programs by the identity of their functions
 
 
 @functools.cache

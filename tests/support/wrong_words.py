@@ -71,7 +71,7 @@ OTHERS = {  # what would be another function, and was once read past
     "qwen3": (dict(layer_types=["full_attention"] * 31), dict(attention_bias=True)),
     "mixtral": (dict(router_jitter_noise=0.1), dict(num_experts_per_tok=9)),
     "qwen3_moe": (dict(mlp_only_layers=[0]), dict(decoder_sparse_step=2), dict(num_experts_per_tok=129)),
-    "gemma2": (dict(query_pre_attn_scalar=144), dict(use_bidirectional_attention=True), dict(attention_bias=True)),
+    "gemma2": (dict(query_pre_attn_scalar=0), dict(use_bidirectional_attention=True), dict(attention_bias=True)),
     "deepseek_v3": (
         *(dict(num_key_value_heads=64), dict(head_dim=32), dict(qk_head_dim=32), dict(qk_rope_head_dim=3)),
         *(dict(n_group=7), dict(topk_group=9), dict(num_experts_per_tok=6), dict(first_k_dense_replace=10**6)),
