@@ -178,7 +178,7 @@ OF_GEMMA = (
 # What logits are divided by the root of, where that is not the width of a head.
 QUERY_SCALAR = Word(
     "query_pre_attn_scalar",
-    number(above=0),
+    SIZE,
     to=("layer/attn_logit_scale",),
     ours=_scale_of_queries,
     theirs=_scalar_of_queries,

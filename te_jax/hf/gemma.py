@@ -14,6 +14,7 @@ GEMMA3_TEXT = of_llama(
     "Gemma3ForCausalLM",
     families.gemma3(replace(ONE, head_dim=1)),
     *(*OF_GEMMA, *QK_NORMS, WINDOW_OF_SOME),
+    fixed("attn_logit_softcapping", None),  # which transformers knows, and computes nothing by
     fixed("use_bidirectional_attention", False, None),
     QUERY_SCALAR,
     rotary_by_type(
@@ -35,6 +36,5 @@ GEMMA3_TEXT = of_llama(
     tie_word_embeddings=True,
     query_pre_attn_scalar=256,
     sliding_window=4096,
-    attn_logit_softcapping=None,
     final_logit_softcapping=None,
 )

@@ -158,6 +158,7 @@ OTHERS = {  # what would be another function, and was once read past
         *(dict(layer_types=["full_attention"] * 25), dict(sliding_window=None), dict(attention_bias=True)),
         *(dict(use_bidirectional_attention=True), dict(rope_parameters=dict(rope_type="default"))),
         *(dict(rope_scaling=dict(rope_type="dynamic", factor=2.0)), dict(rope_local_base_freq=0)),
+        dict(attn_logit_softcapping=50.0),
     ),
     "gemma4_text": OF_GEMMA4,
     "smollm3": (
