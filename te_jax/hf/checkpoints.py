@@ -15,9 +15,10 @@ from flax import linen as nn
 from flax.traverse_util import flatten_dict, unflatten_dict
 
 import te_jax.flax as te_flax
-from te_jax.core.check import ARRAY, BOOL, FLOATING, NONE, STRING, Kind, check, integer
+from te_jax.core.check import ARRAY, BOOL, FLOATING, NONE, STRING, Kind, check, integer, show
 from te_jax.hf import files
 from te_jax.hf.carried import carry
+from te_jax.hf.families import FAMILIES
 from te_jax.hf.family import Family
 from te_jax.hf.filling import as_bits, fill_variables, types_of
 from te_jax.hf.fp8_export import FP8Export, Fp8Part, fp8_part
@@ -70,12 +71,25 @@ def _config_of(folder: Path) -> tuple[ModelConfig, dict[str, Any]]:
     path = folder / files.CONFIG
     found = files.read_json(path)
     check(f"te_jax.hf: {path}", "model_type", found.get("model_type"), STRING)
+    _check_is_one_model(path, found)
     config = family_of(found["model_type"]).read(found)
     try:
         origin = Origin(str(folder.absolute()), json.dumps(found))
     except RecursionError:
         raise ValueError(f"te_jax.hf: {path} has too many values in each other.") from None
     return replace(config, origin=origin), found
+
+
+def _check_is_one_model(path: Path, found: Mapping[str, Any]):
+    """Raises ValueError for a config.json of several models, such as one of images and one of texts."""
+    name, text = found["model_type"], found.get("text_config")
+    if name in FAMILIES or not isinstance(text, Mapping) or not isinstance(of_text := text.get("model_type"), str):
+        return
+    family_of(of_text)
+    raise ValueError(
+        f"te_jax.hf: {path} is of several models, a {show(name)}; te_jax reads one: write a folder of its text_config, "
+        f"a {of_text}, and of the tensors of that."
+    )
 
 
 # -- load -------------------------------------------------------------------------------------------------------

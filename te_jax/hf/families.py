@@ -28,3 +28,6 @@ _OTHER_DECODERS = (*GPTS, DEEPSEEK_V3, GLM4_MOE, GPT_OSS, LLAMA4_TEXT, GRANITE_H
 _WITH_DELTA_RULE = (QWEN3_NEXT, QWEN3_5_TEXT, QWEN3_5_MOE_TEXT, KIMI_LINEAR)
 _DECODERS = (*_LIKE_LLAMA, *_TEXT_OF_IMAGES, *_OTHER_DECODERS, *_WITH_DELTA_RULE)
 FAMILIES = {family.name: family for family in (*_DECODERS, *ENCODERS, MODERNBERT, SIGLIP_VISION, VIT)}
+# What layers of these have and te_jax has no field for.
+_OF_GEMMA3N = "several streams between layers (AltUp), residuals of low rank (LAuReL) and activations that are mostly 0"
+MISSING = {"gemma3n_text": _OF_GEMMA3N}

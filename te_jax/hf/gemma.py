@@ -8,7 +8,6 @@ from te_jax.hf.rotary import rotary_by_type
 from te_jax.hf.words import SIZE, Word, fixed
 from te_jax.models import families
 
-
 GEMMA3_TEXT = of_llama(
     "gemma3_text",
     "Gemma3ForCausalLM",

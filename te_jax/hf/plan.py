@@ -13,7 +13,7 @@ from flax.traverse_util import flatten_dict
 from te_jax.core.check import did_you_mean, show
 from te_jax.flax.moe import BIAS_COLLECTION
 from te_jax.hf import files
-from te_jax.hf.families import FAMILIES
+from te_jax.hf.families import FAMILIES, MISSING
 from te_jax.hf.family import Family
 from te_jax.hf.mxfp4 import Unpacked
 from te_jax.hf.rules import TensorRule
@@ -39,7 +39,9 @@ _SIZES_OF_LAYERS = (
 
 
 def family_of(name: str) -> Family:
-    """Raises ValueError for a family that te_jax has no model of."""
+    """Raises ValueError for a family that te_jax has no model of, saying what is missing where that is known."""
+    if name in MISSING:
+        raise ValueError(f"te_jax.hf: there is no family {name!r}: its layers have {MISSING[name]}.")
     if name not in FAMILIES:
         hint = did_you_mean(name[:100], FAMILIES) if name else ""
         raise ValueError(f"te_jax.hf: there is no family {show(name)}; {hint or 'there are'} {', '.join(FAMILIES)}.")

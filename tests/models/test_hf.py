@@ -189,6 +189,17 @@ WRONG = {  # what becomes of the tensors, or of config.json, and what is said
     ),
     "one layer less": (None, dict(num_hidden_layers=1, layer_types=None), "has tensors that are none of a qwen2"),
     "family": (None, dict(model_type="qwen9"), "no family 'qwen9'; did you mean"),
+    "Gemma 3n": (None, dict(model_type="gemma3n_text"), "no family 'gemma3n_text': its layers have several streams"),
+    "several models": (
+        None,
+        dict(model_type="gemma3", text_config=dict(model_type="gemma3_text")),
+        "config.json is of several models, a 'gemma3'; te_jax reads one: write a folder of its text_config, a gemma3_t",
+    ),
+    "several, none of which is known": (
+        None,
+        dict(model_type="gemma3n", text_config=dict(model_type="gemma3n_text")),
+        "no family 'gemma3n_text': its layers have several streams between layers .AltUp., residuals of low rank .LAuR",
+    ),
     "activation": (None, dict(hidden_act="gelu"), "hidden_act is 'gelu'; pass 'silu' .te_jax reads no other"),
     "window": (None, dict(use_sliding_window=True), "use_sliding_window is True; pass False"),
     "rope": (
