@@ -31,11 +31,12 @@ from te_jax.hf.family import (
     width_of,
     window,
 )
-from te_jax.hf.rotary import rotary
+from te_jax.hf.rotary import rotary, turning
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
 from te_jax.models.families import Size
+from te_jax.ops.rope import YarnScaling
 
 ONE = Size(1, 1, 1, 1, groups=1)  # each size is a word's
 WITH_EXPERTS = replace(ONE, experts=1, topk=1)
@@ -148,13 +149,20 @@ def _window_of_gemma2(c: ModelConfig) -> int | None:
 
 
 def _scale_of_queries(said: Said) -> tuple[float | None]:
-    scalar = said["query_pre_attn_scalar"]
-    return (None if scalar == said["head_dim"] else scalar**-0.5,)
+    scalar, width, rope = said["query_pre_attn_scalar"], said["head_dim"], said["rope_parameters"]
+    of_rope = turning(rope, width)["attn_logit_scale"] if "rope_type" in rope else None
+    return (of_rope if scalar == width else scalar**-0.5,)
+
+
+def _logits_have_one_scale(said: Said) -> tuple[str, str] | None:
+    if said["query_pre_attn_scalar"] != said["head_dim"] and said["rope_parameters"]["rope_type"] == "yarn":
+        return "query_pre_attn_scalar", f"next to YaRN, which scales logits, too, te_jax reads {said['head_dim']}"
+    return None
 
 
 def _scalar_of_queries(c: ModelConfig) -> float:
-    scale = c.layer.get("attn_logit_scale")
-    scalar = width_of(c) if scale is None else scale**-2
+    scale, scaling = (c.layer.get(name) for name in ("attn_logit_scale", "rotary_pos_emb_scaling"))
+    scalar = width_of(c) if scale is None or isinstance(scaling, YarnScaling) else scale**-2
     return round(scalar) if math.isclose(scalar, round(scalar)) else scalar
 
 
@@ -289,7 +297,7 @@ DECODERS = (
         "Gemma2ForCausalLM",
         families.gemma2(replace(ONE, head_dim=1)),
         *_GEMMA2,
-        checks=(types_of_layers(lambda said, i: _type_of_gemma2(i)),),
+        checks=(_logits_have_one_scale, types_of_layers(lambda said, i: _type_of_gemma2(i))),
         tensors=gemma_rules,
         vocab_size=256000,
         hidden_size=2304,

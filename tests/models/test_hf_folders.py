@@ -52,6 +52,25 @@ def test_a_table_of_kimi_says_its_layers(tmp_path):
     assert family.read(words | dict(layer_types=["full_attention"] * 3)).pattern[0]["kv_lora_rank"] == 16
 
 
+@pytest.mark.parametrize("scalar", [12, 15])
+def test_two_scales_of_logits_of_gemma2(scalar, tmp_path):
+    """YaRN's, and the root of a number that config.json has: one is written as it was read, both are refused."""
+    yarn = dict(rope_type="yarn", factor=8.0, rope_theta=100.0, original_max_position_embeddings=16)
+    words = json.loads((FIXTURES / "gemma2/config.json").read_text()) | dict(query_pre_attn_scalar=scalar)
+    family, scales = FAMILIES["gemma2"], {}
+    for name, rope in dict(plain=dict(rope_type="default", rope_theta=100.0), yarn=yarn).items():
+        said = words | dict(rope_parameters=rope)
+        if name == "yarn" and scalar != 12:
+            with pytest.raises(ValueError, match="query_pre_attn_scalar is 15; next to YaRN.* te_jax reads 12"):
+                family.read(said)
+            continue
+        config = family.read(said)
+        scales[name] = config.layer.get("attn_logit_scale")
+        assert family.read(family.write(config)) == config and family.write(config)["query_pre_attn_scalar"] == scalar
+    assert scales["plain"] == (None if scalar == 12 else pytest.approx(15**-0.5))
+    assert scalar != 12 or scales["yarn"] == pytest.approx((1 + 0.1 * np.log(8)) ** 2 / 12**0.5)
+
+
 # As they were published, but for what is kept.
 MULTIPLIERS = dict(embedding_multiplier=12, attention_multiplier=0.0078125, residual_multiplier=0.22, logits_scaling=6)
 EVERY_TENTH = ["mamba"] * 5 + ["attention"] + ["mamba"] * 4
