@@ -8,7 +8,7 @@ from typing import Any
 from te_jax.core.check import BOOL, NONE, integer
 from te_jax.hf import rules
 from te_jax.hf.decoders import OF_GEMMA, ONE, QK_NORMS, gemma_rules, of_llama
-from te_jax.hf.family import LAYER, epsilon, width_of
+from te_jax.hf.family import LAYER, at_most, epsilon, width_of
 from te_jax.hf.layered import Fields, first_of, first_window, layers_are_known, rope_and_window
 from te_jax.hf.rotary import TYPES_BY_WINDOW, RotaryByType, type_by_window
 from te_jax.hf.rules import SAME, TensorRule
@@ -68,12 +68,11 @@ def _size_of_experts(field: str) -> Callable[[ModelConfig], Any]:
 
 
 def _experts_are_known(said: Said) -> tuple[str, str] | None:
-    for word in _SIZES_OF_EXPERTS if said["enable_moe_block"] else ():
-        if said[word] is None:
-            return word, "enable_moe_block is True; pass a positive int"
-    if said["enable_moe_block"] and said["top_k_experts"] > said["num_experts"]:
-        return "top_k_experts", f"pass at most num_experts={said['num_experts']}"
-    return None
+    words = _SIZES_OF_EXPERTS if said["enable_moe_block"] else ()
+    missing = next((word for word in words if said[word] is None), None)
+    if missing is not None:
+        return missing, "enable_moe_block is True; pass a positive int"
+    return at_most("top_k_experts", "num_experts")(said) if words else None
 
 
 def _takes(c: ModelConfig) -> int:
@@ -95,11 +94,8 @@ def _some_keys_are_shared(said: Said) -> tuple[str, str] | None:
 def _keys_of_sharing_layers(found: Mapping[str, Any]) -> Callable[[str], bool]:
     """Whether a tensor is of keys or values of a layer that takes another one's: published files have some."""
     count, shared = found.get("num_hidden_layers", 30), found.get("num_kv_shared_layers", 0)
-    ends = tuple(
-        f"layers.{i}.self_attn.{name}.weight"
-        for i in range(count - shared, count)
-        for name in ("k_proj", "v_proj", "k_norm")
-    )
+    names = ("k_proj", "v_proj", "k_norm")
+    ends = tuple(f"layers.{i}.self_attn.{name}.weight" for i in range(count - shared, count) for name in names)
     return lambda name: name.endswith(ends)
 
 
@@ -156,8 +152,33 @@ def _heads_fit(said: Said) -> tuple[str, str] | None:
     return None
 
 
+_OF_LAYERS = {  # what layers have besides those of Gemma 3: a field of layers -> {paths: (a name, how it is made)}
+    "layer_scalar": {("scalar",): ("layer_scalar", SAME)},
+    "moe": {
+        ("moe/gate_kernel",): ("router.proj.weight", rules.TURNED),
+        ("moe/router_scale",): ("router.scale", SAME),
+        ("moe/expert_scale",): ("router.per_expert_scale", SAME),
+        ("moe/wi_0", "moe/wi_1"): ("experts.gate_up_proj", rules.GATED_STACK),
+        ("moe/wo",): ("experts.down_proj", rules.TURNED_STACK),
+        ("moe/scale",): ("pre_feedforward_layernorm_2.weight", SAME),
+        ("post_dense_norm/scale",): ("post_feedforward_layernorm_1.weight", SAME),
+        ("post_experts_norm/scale",): ("post_feedforward_layernorm_2.weight", SAME),
+    },
+    "layer_input_size": {
+        ("layer_input_gate/kernel",): ("per_layer_input_gate.weight", rules.TURNED),
+        ("layer_input_out/kernel",): ("per_layer_projection.weight", rules.TURNED),
+        ("post_layer_input_norm/scale",): ("post_per_layer_input_norm.weight", SAME),
+    },
+}
+_OF_INPUTS = [
+    TensorRule(("layer_input_table",), ("model.embed_tokens_per_layer.weight",), SAME),
+    *rules.dense_rules("layer_input_projection", "model.per_layer_model_projection", False),
+    *rules.norm_rules("layer_input_norm", "model.per_layer_projection_norm", False),
+]
+
+
 def _gemma4_rules(c: ModelConfig) -> list[TensorRule]:
-    """As `gemma_rules` of each kind of layers, and their scalars."""
+    """As `gemma_rules` of each kind of layers, and what those have besides."""
     kinds: dict[tuple[Any, ...], list[int]] = {}
     for i in range(c.num_layers):
         fields = c.fields_of_layer(i)
@@ -168,38 +189,11 @@ def _gemma4_rules(c: ModelConfig) -> list[TensorRule]:
         fields = c.fields_of_layer(layers[0])
         own = replace(c, layer={name: value for name, value in fields.items() if name not in ("hidden_size", "moe")})
         made += [rule._replace(layers=(*layers,)) for rule in gemma_rules(own) if rule.stack is not None]
-    made.append(TensorRule((f"{LAYER}/scalar",), ("model.layers.{i}.layer_scalar",), SAME, "layers"))
-    made += _expert_rules_of_gemma4() if c.layer.get("moe") else []
-    return made + (_layer_input_rules() if c.layer.get("layer_input_size") else [])
-
-
-def _expert_rules_of_gemma4() -> list[TensorRule]:
-    layer, moe, stack = "model.layers.{i}", f"{LAYER}/moe", "layers"
-    one = lambda names, name, form: TensorRule(names, (f"{layer}.{name}",), form, stack)
-    norms = {f"{moe}": "pre_feedforward_layernorm_2"}
-    norms |= {
-        f"{LAYER}/post_{name}_norm": f"post_feedforward_layernorm_{i}" for i, name in ((1, "dense"), (2, "experts"))
-    }
-    return [
-        one((f"{moe}/gate_kernel",), "router.proj.weight", rules.TURNED),
-        one((f"{moe}/router_scale",), "router.scale", SAME),
-        one((f"{moe}/expert_scale",), "router.per_expert_scale", SAME),
-        one((f"{moe}/wi_0", f"{moe}/wi_1"), "experts.gate_up_proj", rules.GATED_STACK),
-        one((f"{moe}/wo",), "experts.down_proj", rules.TURNED_STACK),
-        *(rule for path, name in norms.items() for rule in rules.norm_rules(path, f"{layer}.{name}", False, stack)),
-    ]
-
-
-def _layer_input_rules() -> list[TensorRule]:
-    theirs, ours, stack = "model.layers.{i}", f"{LAYER}/layer_input", "layers"
-    return [
-        TensorRule(("layer_input_table",), ("model.embed_tokens_per_layer.weight",), SAME),
-        *rules.dense_rules("layer_input_projection", "model.per_layer_model_projection", False),
-        *rules.norm_rules("layer_input_norm", "model.per_layer_projection_norm", False),
-        *rules.dense_rules(f"{ours}_gate", f"{theirs}.per_layer_input_gate", False, stack),
-        *rules.dense_rules(f"{ours}_out", f"{theirs}.per_layer_projection", False, stack),
-        *rules.norm_rules(f"{LAYER}/post_layer_input_norm", f"{theirs}.post_per_layer_input_norm", False, stack),
-    ]
+    for field in filter(c.layer.get, _OF_LAYERS):
+        for paths, (name, form) in _OF_LAYERS[field].items():
+            ours = tuple(f"{LAYER}/{path}" for path in paths)
+            made.append(TensorRule(ours, (f"model.layers.{{i}}.{name}",), form, "layers"))
+    return made + (_OF_INPUTS if c.layer.get("layer_input_size") else [])
 
 
 GEMMA4_TEXT = of_llama(
