@@ -1,5 +1,6 @@
 """Nemotron-H, Nemotron Nano v2 and Nemotron 3: a layer is Mamba-2, attention, an MLP or experts."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -20,7 +21,7 @@ from te_jax.hf.family import (
     head_of,
     tables,
 )
-from te_jax.hf.mamba import TIME_STEP_LIMIT, TypesOfLayers, layers_of, mixer_rules, ssm_word
+from te_jax.hf.mamba import TIME_STEP_LIMIT, TypesOfLayers, layers_of, mixer_rules, ssm_of, ssm_word
 from te_jax.hf.rules import TensorRule
 from te_jax.hf.words import ABSENT, LAYERS, LIST_OF_NAMES, SIZE, Check, Said, Word, fixed, only, unused, words_of
 from te_jax.models import CausalLM, ModelConfig, families
@@ -146,15 +147,18 @@ _OF_NEMOTRON = words_of(
     ),
     fixed("n_shared_experts", 1),  # some programs multiply the width by it
     expert_word("moe_latent_size", "latent_size", None, kind=NONE | SIZE),
-    replace(TIME_STEP_LIMIT, also=("mamba_dt_limit",)),
-    *(
-        unused(name, number(), default, (f"mamba_dt_{old}",))
-        for name, default, old in (
-            ("time_step_min", 0.001, "min"),
-            ("time_step_max", 0.1, "max"),
-            ("time_step_floor", 1e-4, "init_floor"),
-        )
+    replace(TIME_STEP_LIMIT, also=("mamba_dt_limit",), to=(), ours=None, theirs=lambda c: ABSENT),
+    Word(
+        "time_step_min",
+        number(least=0),
+        0.001,
+        also=("mamba_dt_min",),
+        to=("layer/ssm/time_step_limit",),
+        ours=lambda said: ((float(said["time_step_min"]), math.inf),),
+        theirs=lambda c: ssm_of(c)["time_step_limit"][0],
     ),
+    unused("time_step_max", number(), 0.1, ("mamba_dt_max",)),
+    unused("time_step_floor", number(), 1e-4, ("mamba_dt_init_floor",)),
     *(unused(name, BOOL) for name in ("mamba_proj_bias", "use_mamba_kernels", "moe_shared_expert_overlap")),
     unused("rescale_prenorm_residual", BOOL),
     unused("chunk_size", SIZE, 128, ("mamba_chunk_size",)),
@@ -193,6 +197,12 @@ def _layers_are_known(said: Said) -> tuple[str, str] | None:
     return None
 
 
+def _steps_have_a_least(said: Said) -> tuple[str, str] | None:
+    if said["time_step_limit"] != [0.0, math.inf]:
+        return "time_step_limit", "the least is time_step_min, as in transformers, and there is no most: leave it out"
+    return None
+
+
 def _shared_experts_fit(said: Said) -> tuple[str, str] | None:
     """The MLP that all tokens meet is as wide as some experts."""
     name, width = "moe_shared_expert_intermediate_size", said["moe_intermediate_size"]
@@ -207,6 +217,7 @@ _NEMOTRON_CHECKS: tuple[Check, ...] = (
     divides("n_groups", "mamba_num_heads"),
     *GROUPS_FIT,
     _shared_experts_fit,
+    _steps_have_a_least,
 )
 
 

@@ -429,6 +429,7 @@ def nemotron_h(size: Size) -> ModelConfig:
         attention_dropout=0.0,
         **size.moe(score_function="sigmoid", use_expert_bias=True, scaling_factor=2.5, num_shared_experts=size.shared),
     )
+    layer["ssm"] = {**layer["ssm"], "time_step_limit": (0.001, math.inf)}
     return size.model(layer, family="nemotron_h", pattern=pattern_of(size.pattern, NEMOTRON_LAYERS))
 
 

@@ -181,6 +181,7 @@ MODELS = {
             | dict(num_key_value_heads=4, use_bias=True, use_conv_bias=False, conv_kernel=3, n_groups=1)
             | dict(n_routed_experts=8, num_experts_per_tok=4, n_group=4, topk_group=2, routed_scaling_factor=2.5)
             | dict(moe_intermediate_size=20, moe_shared_expert_intermediate_size=40, moe_latent_size=24)
+            | dict(time_step_min=0.5)
         )
     ),
     "qwen3-next": lambda: hf.Qwen3NextForCausalLM(

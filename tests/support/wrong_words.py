@@ -62,7 +62,8 @@ OF_NEMOTRON = (
     *(dict(n_group=4, topk_group=2), dict(num_experts_per_tok=9), dict(topk_group=2), dict(n_shared_experts=2)),
     *(dict(moe_latent_size=0), dict(moe_shared_expert_intermediate_size=7000), dict(tie_word_embeddings=True)),
     *(dict(mlp_hidden_act="silu"), dict(mamba_hidden_act="gelu"), dict(mlp_bias=True), dict(attention_bias=True)),
-    *(dict(residual_in_fp32=True), dict(time_step_limit=[1, 0.5]), dict(sliding_window=8)),
+    *(dict(residual_in_fp32=True), dict(sliding_window=8)),
+    *(dict(time_step_limit=limit) for limit in ([1, 0.5], [0.0, 2.0])),
 )
 OTHERS = {  # what would be another function, and was once read past
     "llama": (dict(is_causal=False), dict(sliding_window=8), dict(attention_bias=True), dict(mlp_bias=True)),
