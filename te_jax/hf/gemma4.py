@@ -152,7 +152,7 @@ def _heads_fit(said: Said) -> tuple[str, str] | None:
     return None
 
 
-_OF_LAYERS = {  # what layers have besides those of Gemma 3: a field of layers -> {paths: (a name, how it is made)}
+_BESIDES_GEMMA3 = {  # what layers have besides those of Gemma 3: a field of layers -> {paths: (a name, how it is made)}
     "layer_scalar": {("scalar",): ("layer_scalar", SAME)},
     "moe": {
         ("moe/gate_kernel",): ("router.proj.weight", rules.TURNED),
@@ -170,7 +170,7 @@ _OF_LAYERS = {  # what layers have besides those of Gemma 3: a field of layers -
         ("post_layer_input_norm/scale",): ("post_per_layer_input_norm.weight", SAME),
     },
 }
-_OF_INPUTS = [
+_TABLES_OF_INPUTS = [
     TensorRule(("layer_input_table",), ("model.embed_tokens_per_layer.weight",), SAME),
     *rules.dense_rules("layer_input_projection", "model.per_layer_model_projection", False),
     *rules.norm_rules("layer_input_norm", "model.per_layer_projection_norm", False),
@@ -189,11 +189,11 @@ def _gemma4_rules(c: ModelConfig) -> list[TensorRule]:
         fields = c.fields_of_layer(layers[0])
         own = replace(c, layer={name: value for name, value in fields.items() if name not in ("hidden_size", "moe")})
         made += [rule._replace(layers=(*layers,)) for rule in gemma_rules(own) if rule.stack is not None]
-    for field in filter(c.layer.get, _OF_LAYERS):
-        for paths, (name, form) in _OF_LAYERS[field].items():
+    for field in filter(c.layer.get, _BESIDES_GEMMA3):
+        for paths, (name, form) in _BESIDES_GEMMA3[field].items():
             ours = tuple(f"{LAYER}/{path}" for path in paths)
             made.append(TensorRule(ours, (f"model.layers.{{i}}.{name}",), form, "layers"))
-    return made + (_OF_INPUTS if c.layer.get("layer_input_size") else [])
+    return made + (_TABLES_OF_INPUTS if c.layer.get("layer_input_size") else [])
 
 
 GEMMA4_TEXT = of_llama(
