@@ -176,7 +176,8 @@ def project_output(module: nn.Module, context, inputs_q, residual, multiply=None
         enable_low_rank_adaptation=lora_scope(module)[1],
     )
     dense = DenseGeneral(**shared_fields(module, DenseGeneral) | own, name="out")
-    out = dense(context, residual=residual, out=inputs_q, grad_axes=gathered_axes(outside, whole), multiply=multiply)
+    axes = dict(grad_axes=gathered_axes(outside, whole), out_axes=outside)
+    out = dense(context, residual=residual, out=inputs_q, **axes, multiply=multiply)
     return checkpoint_name(constrain(out, outside), "out_proj")
 
 

@@ -28,6 +28,7 @@ from te_jax.flax.norm import norm_parameters
 from te_jax.layers import Projection, dense, layernorm_dense
 from te_jax.sharding import resolve_logical_axes
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.logical_axes import split_tokens
 from te_jax.sharding.resource import check_current_mesh_resource
 
 
@@ -93,6 +94,7 @@ class DenseGeneral(Module):
         operands: bool = False,
         out: ArrayLike | None = None,
         grad_axes: Any = None,
+        out_axes: Any = None,
         multiply: Callable[..., jax.Array] | None = None,
     ) -> jax.Array | tuple[jax.Array, jax.Array | None] | Projection:
         """inputs [..., *contracted] -> [..., *features] of the same dtype; with return_bias that and the bias, which is
@@ -102,7 +104,8 @@ class DenseGeneral(Module):
                   parameter `kernel`, which there is none of then.
         residual: [..., *features], added to the output; under FP8 inside of the GEMM, before it rounds.
         out:      an array of the output's shape, as which it is sharded on an Explicit mesh; see `layers.dense`.
-        grad_axes: logical axes of the output's gradient where GEMMs read it, as `grad_spec` of `layers.dense` has them.
+        grad_axes: logical axes of the output's gradient where GEMMs read it, as `grad_spec` of `layers.dense` has them;
+                  and out_axes: those of the output outside.
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
         multiply: a function that is called instead of `te_jax.layers.dense`, with the same arguments but `contract`: it
                   computes of the inputs what it multiplies, as `te_jax.layers.gated_norm_dense` does.
@@ -134,9 +137,9 @@ class DenseGeneral(Module):
         if operands:
             return Projection(kernel, bias, call["metas"])
         added = None if self.return_bias else bias
-        grad_spec = resolve_logical_axes(grad_axes)
+        grad_spec, tokens = resolve_logical_axes(grad_axes), split_tokens(out_axes, grad_axes)
         run = multiply or partial(dense, contract=contract)
-        y = run(inputs, kernel, added, residual, out=out, grad_spec=grad_spec, **call)
+        y = run(inputs, kernel, added, residual, out=out, grad_spec=grad_spec, tokens=tokens, **call)
         if self.enable_low_rank_adaptation:
             y = add_lora(self, y, inputs, *lora_parameters(self, init, contracted, features))
         return (y, bias) if self.return_bias else y
@@ -287,6 +290,7 @@ def norm_dense(
         return_layernorm_output=want_norm,
         return_input=return_input,
         also=also,
+        tokens=split_tokens(module.layernorm_input_axes, axes),
         **call,
     )
     return y, (constrain(normed, axes) if want_norm else None), through[0] if through else None

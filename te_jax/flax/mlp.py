@@ -44,7 +44,7 @@ from te_jax.sharding import (
     resolve_logical_axes,
 )
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
-from te_jax.sharding.logical_axes import gathered_spec
+from te_jax.sharding.logical_axes import gathered_spec, split_tokens
 
 
 class LayerNormMLP(Module):
@@ -156,7 +156,7 @@ class LayerNormMLP(Module):
             activation_params=self.activation_params,
             residual=residual,
             middle_spec=resolve_logical_axes(self.dot_2_input_axes, middle),
-            grad_spec=self._grad_spec(inputs),
+            **self._outside(inputs),
             middle_name=self.ffn1_ckpt_name,
             **norm_options(self),
             **first | dict(metas=(first["metas"], second["metas"])),
@@ -179,15 +179,16 @@ class LayerNormMLP(Module):
             z = Dropout(self.intermediate_dropout_rate, dims, rng_collection=stream)(z, deterministic)
         z = constrain(z, self.dot_2_input_axes)
         kernel, call = operand(self, wo[0], "_1")
-        y = dense(z, kernel, wo[1], through if own else added, out=inputs, grad_spec=self._grad_spec(inputs), **call)
+        y = dense(z, kernel, wo[1], through if own else added, out=inputs, **self._outside(inputs), **call)
         if adapt:
             y = add_lora(self, y, z, *wo[2])
         y = checkpoint_name(constrain(y, self.layernorm_input_axes), self.ffn2_ckpt_name)
         return y, (normed if self.return_layernorm_output else None)
 
-    def _grad_spec(self, inputs):
-        """The sharding of the output's gradient where GEMMs read it, if it lies otherwise outside."""
-        return gathered_spec(self.layernorm_input_axes, self.dot_1_input_axes, inputs.shape)
+    def _outside(self, inputs):
+        """The shardings of the output's gradient where GEMMs read it and of tokens outside, if those are others."""
+        axes = self.layernorm_input_axes, self.dot_1_input_axes
+        return dict(grad_spec=gathered_spec(*axes, inputs.shape), tokens=split_tokens(*axes))
 
     def _parameters(self, width: int, wi_kernel, wo_kernel):
         """(gamma, beta) or None; (kernel, bias, LoRA) of wi, of wo. The order of creation fixes the keys."""

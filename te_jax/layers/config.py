@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec
 
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.tensor import Fp8Tensor, wide_of
+from te_jax.layers.token_pieces import TokenPieces
 from te_jax.recipe import Recipe
 from te_jax.sharding.resource import current_mesh_resource, stage_axes
 
@@ -31,6 +32,7 @@ class Config(NamedTuple):
     expert_axes: frozenset[str] = frozenset()  # over which experts differ, whose tensors share nothing
     on_mesh: bool = False  # a mesh of several devices is in force (`jax.set_mesh`): there may be sums over them
     gradient_dtype: Any = None  # of MeshResource
+    pieces: TokenPieces | None = None  # in which tokens are multiplied
 
     def unshared_axes(self, of_experts: bool) -> frozenset[str]:
         """The mesh axes over which a tensor shares no statistics. of_experts: each expert has its own."""
@@ -65,11 +67,14 @@ class Config(NamedTuple):
         residual: Any = None,
         out: Any = None,
         grad_spec: PartitionSpec | None = None,
+        tokens: PartitionSpec | None = None,
+        gathers: bool = False,
     ) -> "Config":
         """The config of a layer with these operands.
 
         out:       a type of y's shape, whose sharding y takes.
         grad_spec: the sharding of y's gradient under Auto axes; on an Explicit mesh the types say it.
+        tokens, gathers: as `TokenPieces.of` has them.
         """
         typeof = lambda a: a if isinstance(a, ShapedArray) else jax.typeof(a)
         x, array, bias, residual = types = jax.tree.map(typeof, (x, wide_of(weight), bias, residual))
@@ -86,6 +91,7 @@ class Config(NamedTuple):
             jax.config.jax_default_matmul_precision,
             on_mesh=jax.sharding.get_abstract_mesh().size > 1,
             gradient_dtype=_gradient_dtype(),
+            pieces=None if recipe is None else TokenPieces.of(x, x.ndim - contract, spec, tokens, gathers),
         )
 
 

@@ -77,6 +77,7 @@ def gated_norm_dense(
     checkpoint: str | None = None,
     out: ArrayLike | None = None,
     grad_spec: PartitionSpec | None = None,
+    tokens: PartitionSpec | None = None,
     name: str = "te_jax.layers.gated_norm_dense",
 ) -> jax.Array:
     """y[*B, *F] = gated_rmsnorm(x, z)[*B, h*p] . kernel[h*p, *F] + bias[*F] + residual[*B, *F].
@@ -95,13 +96,14 @@ def gated_norm_dense(
     if not quantizes_gated_norm(x, z, gamma, groups, recipe):
         norm = dict(groups=groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
         y = gated_rmsnorm(x, z, gamma, **norm, name=name)
-        of_dense = dict(recipe=recipe, metas=metas, checkpoint=checkpoint, out=out, grad_spec=grad_spec)
+        of_dense = dict(recipe=recipe, metas=metas, checkpoint=checkpoint, out=out, grad_spec=grad_spec, tokens=tokens)
         return dense(y.reshape(_joined(y)), kernel, bias, residual, **of_dense, name=name)
     weight, flat = resolve_weight(name, kernel, 1, recipe), x.reshape(_joined(x))
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, flat, wide_of(weight), bias, 1, recipe, metas)
     check_residual(name, residual, (*flat.shape[:-1], *wide_of(weight).shape[1:]), x.dtype)
-    others = dict(checkpoint=checkpoint, residual=residual, out=jax.tree.map(jax.typeof, out), grad_spec=grad_spec)
+    out = jax.tree.map(jax.typeof, out)
+    others = dict(checkpoint=checkpoint, residual=residual, out=out, grad_spec=grad_spec, tokens=tokens)
     config = Config.of(flat, weight, bias, 1, recipe, **others)
     x, z, gamma = *(_in_groups(a, groups) for a in (x, z)), _gamma_in_groups(gamma, groups)
     x, z, gamma, weight, bias, residual = align(x, z, gamma, weight, bias, residual)

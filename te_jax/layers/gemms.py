@@ -21,6 +21,8 @@ from te_jax.state import fp8
 _FACTORS = ("x", "kernel"), ("grad", "kernel"), ("x", "grad")  # of fprop, dgrad and wgrad
 _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`
 
+Rows = Sequence[tuple[jax.Array, jax.Array]]  # `Fp8Tensor.rows` of the pieces of a tensor
+
 
 def _options(which: int, config: Config) -> dict:
     """What the recipe says of this GEMM in FP8."""
@@ -34,19 +36,50 @@ def _formats(which: int, recipe: Recipe) -> Formats:
 
 @product(FPROP)
 def fprop(
-    x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, config: Config, residual: jax.Array | None = None
+    x: Fp8Tensor,
+    w: Fp8Tensor,
+    bias: jax.Array | None,
+    config: Config,
+    residual: jax.Array | None = None,
+    rows: Rows | None = None,
 ) -> jax.Array:
-    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F]."""
+    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F].
+
+    rows: `rows_in_pieces` of x, where several products read it.
+    """
     contract, dtype = config.contract, config.x.dtype
     if config.recipe.override_linear_precision[_FPROP]:
         axes = range(config.lead, config.x.ndim), range(contract)
         y = dot(x.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.spec)
         return plain_sum(with_names(y, GEMM), bias, residual)
     options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec, **_options(_FPROP, config))
-    (lhs, lhs_inv), (rhs, rhs_inv) = x.rows, w.columns
-    y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
-    # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
-    return y if config.spec is None else jax.sharding.reshard(y, config.spec)
+    rhs, rhs_inv = w.columns
+
+    def multiply(lhs, lhs_inv, residual):
+        y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
+        # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
+        return y if config.spec is None else jax.sharding.reshard(y, config.spec)
+
+    rows = rows_in_pieces(x, config) if rows is None else rows
+    if (pieces := config.pieces) is None:
+        return multiply(*rows[0], residual)
+    place = (lambda y: y) if pieces.gathers else pieces.scatter
+    return pieces.join([place(multiply(*row, c)) for row, c in zip(rows, pieces.cut(residual))])
+
+
+def rows_in_pieces(x: Fp8Tensor, config: Config, crosses: bool = True) -> Rows:
+    """The rows of a tensor [*B, ...] in the pieces of the config; in one without.
+
+    crosses: x is the layer's input: where its tokens are gathered, each piece is.
+    """
+    data, scale_inv = x.rows
+    if (pieces := config.pieces) is None or data is None:
+        return [(data, scale_inv)]
+    before = max(scale_inv.ndim - config.lead, 0)  # axes of blocks
+    each = list(zip(pieces.cut(data), pieces.cut(scale_inv, before)))
+    if not (crosses and pieces.gathers):
+        return each
+    return [(pieces.gather(data), pieces.gather(scale_inv, before)) for data, scale_inv in each]
 
 
 def plain_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
@@ -61,12 +94,21 @@ def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array 
     and type of dx: the gradient that reaches x by another way."""
     config = terms[0][2]
     high = config.recipe.override_linear_precision[_DGRAD]
-    in_fp8 = lambda dy, w: (dy.data, w.data, dy.scale_inv, w.scale_inv)
-    pairs = [(dy.wide, w.wide, None, None) if high else in_fp8(dy, w) for dy, w, _ in terms]
     options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
     options |= {} if high else _options(_DGRAD, config)
+
+    def multiply(rows, onto):
+        pairs = zip(rows, (w.rows for _, w, _ in terms))
+        return gemm_sum([(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs], onto, **options)
+
     with jax.default_matmul_precision(config.precision):
-        return gemm_sum(pairs, onto, **options)
+        if high:
+            return gemm_sum([(dy.wide, w.wide, None, None) for dy, w, _ in terms], onto, **options)
+        rows = zip(*(rows_in_pieces(dy, config, crosses=False) for dy, *_ in terms))
+        if (pieces := config.pieces) is None:
+            return multiply(next(rows), onto)
+        place = pieces.scatter if pieces.gathers else lambda dx: dx
+        return pieces.join([place(multiply(*piece)) for piece in zip(rows, pieces.cut(onto))])
 
 
 @product(WGRAD)

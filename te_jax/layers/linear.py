@@ -36,6 +36,7 @@ def dense(
     checkpoint: str | None = None,
     out: ArrayLike | None = None,
     grad_spec: PartitionSpec | None = None,
+    tokens: PartitionSpec | None = None,
     name: str = "te_jax.layers.dense",
 ) -> jax.Array:
     """y[*B, *F] = x[*B, *C] . kernel[*C, *F] + bias[*F] + residual[*B, *F].
@@ -51,6 +52,8 @@ def dense(
     out:        an array of y's shape. On an Explicit mesh y is sharded as `out` is; without `out`, as the residual is.
     grad_spec:  under Auto mesh axes, the sharding [*B, *F] that the FP8 gradient of y is gathered to, once for both
                 GEMMs that read it, where y lies otherwise outside, as under sequence parallelism.
+    tokens:     under Auto mesh axes, the sharding [*B] of y where it lies outside, if that is another one than in the
+                GEMMs: for `MeshResource.tpsp_pieces`.
     name:       what errors call this layer.
 
     Returns y of x's type. Raises ValueError for sizes that do not match, TypeError for operands that are not float.
@@ -65,7 +68,7 @@ def dense(
         spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, out_type, jax.tree.map(jax.typeof, residual))
         y = dot(x, range(x.ndim - contract, x.ndim), weight, range(contract), x.dtype, out_spec=spec)
         return plain_sum(with_names(y, GEMM), bias, residual)
-    others = dict(checkpoint=checkpoint, residual=residual, out=out_type, grad_spec=grad_spec)
+    others = dict(checkpoint=checkpoint, residual=residual, out=out_type, grad_spec=grad_spec, tokens=tokens)
     config = Config.of(x, weight, bias, contract, recipe, **others)
     x, weight, bias, residual = align(x, weight, bias, residual)
     operands = Operands(x, (Projection(weight, bias, metas or fp8.STATELESS),), residual=residual)

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from functools import partial
 
 import jax
+from jax.sharding import PartitionSpec
 from jax.typing import ArrayLike
 
 from te_jax.core.arrays import as_jax
@@ -61,6 +62,7 @@ def layernorm_dense(
     recipe: Recipe | None = None,
     metas: fp8.DenseMetas | None = None,
     checkpoint: str | None = None,
+    tokens: PartitionSpec | None = None,
     name: str = "te_jax.layers.layernorm_dense",
 ) -> tuple[jax.Array, ...]:
     """y[*B, *F] = ln_out[*B, h] . kernel[h, *F] + bias[*F] with ln_out = norm(x).
@@ -74,6 +76,8 @@ def layernorm_dense(
     also:         more kernels that read ln_out, such as of keys and values, where `kernel` is of queries. y is then
                   the tuple of all products, and under a recipe ln_out is quantized once, with the scale of the first.
                   The gradient that ln_out gets from all of them crosses devices as one sum.
+    tokens:       under Auto mesh axes, the sharding [*B] of x, if the GEMMs read x in another one: for
+                  `MeshResource.tpsp_pieces`.
 
     Returns (y, ln_out or None), or (y, ln_out or None, x). Raises ValueError for sizes that do not match, TypeError for
     operands that are not float.
@@ -98,7 +102,8 @@ def layernorm_dense(
         each = partial(_dense_of_one_sum, precision) if also else _dense_each
         y = each(*align(ln_out, *(w for p in projections for w in (p.kernel, p.bias))))
     else:
-        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, checkpoint=checkpoint) for p in projections)
+        options = dict(checkpoint=checkpoint, tokens=tokens, gathers=True)
+        configs = tuple(Config.of(x, p.kernel, p.bias, 1, recipe, **options) for p in projections)
         metas = [p.metas or fp8.STATELESS for p in projections]
         x, gamma, beta, weights = align(x, gamma, beta, [p[:2] for p in projections])
         operands = Operands(x, tuple(Projection(*w, m) for w, m in zip(weights, metas)), (gamma, beta))

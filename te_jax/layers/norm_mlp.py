@@ -74,6 +74,7 @@ def layernorm_mlp(
     middle_name: str | None = None,
     middle_spec: PartitionSpec | None = None,
     grad_spec: PartitionSpec | None = None,
+    tokens: PartitionSpec | None = None,
     name: str = "te_jax.layers.layernorm_mlp",
 ) -> jax.Array:
     """y[*B, o] = act(norm(x)[*B, h] . wi[h, A, F] + wi_bias[A, F])[*B, F] . wo[F, o] + wo_bias[o].
@@ -91,6 +92,7 @@ def layernorm_mlp(
     middle_spec: under Auto mesh axes, the sharding [*B, F] that the activation's output is constrained to; under FP8
                  its input is, and the gradient of its output.
     grad_spec:   as in `dense`, for the second GEMM.
+    tokens:      under Auto mesh axes, the sharding [*B] of x and y outside, as in `dense` and `layernorm_dense`.
 
     Returns y of x's type. Raises ValueError for sizes that do not match and activations that `is_fused` does not
     know, TypeError for operands that are not float.
@@ -110,10 +112,11 @@ def layernorm_mlp(
         z = with_names(z, middle_name)
         a = constrain_to_spec(act_op.activation(z, activations, activation_params), middle_spec)
         return dense(a, wo, wo_bias, x if through else added, out=x if added is None else added, name=name)
-    first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint)
+    first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint, tokens=tokens, gathers=True)
     if first.spec is not None:  # an Explicit mesh
         middle_type = _type_on_mesh(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
-    others = dict(residual=added, out=jax.typeof(x if added is None else added), grad_spec=grad_spec)
+    out = jax.typeof(x if added is None else added)
+    others = dict(residual=added, out=out, grad_spec=grad_spec, tokens=tokens)
     second = Config.of(middle_type, wo, wo_bias, 1, recipe, checkpoint=checkpoint, **others)
     act = tuple(act_op.attributes(activations, activation_params).items())
     norm = norm_op.Norm.of(norm, zero_centered_gamma, epsilon)

@@ -142,7 +142,7 @@ def quantize_grad(
     written = uses._replace(data_t=False) if late else uses
     grad, dbias = quantize_tensor(dy, split, Role("grad", meta, written, jax.typeof(dy)), config, has_bias)
     if late:
-        data = _gather(grad.data, config)
+        data = _gather_in_pieces(grad.data, config)
         grad = grad._replace(data=data, data_t=transpose(data, split))
     return grad, like(dbias, config.bias) if has_bias else None
 
@@ -152,6 +152,12 @@ def _gather(a, config: Config):
     if config.spec is None:
         return constrain_to_spec(a, config.grad_spec)
     return a if config.grad_spec is None else jax.sharding.reshard(a, config.grad_spec)
+
+
+def _gather_in_pieces(a, config: Config):
+    if (pieces := config.pieces) is None:
+        return _gather(a, config)
+    return pieces.join([pieces.gather(piece) for piece in pieces.cut(a)])
 
 
 def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:

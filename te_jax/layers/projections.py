@@ -12,7 +12,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
-from te_jax.layers.gemms import dgrad, fprop
+from te_jax.layers.gemms import dgrad, fprop, rows_in_pieces
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_tensor, quantize_weight
 from te_jax.layers.tensor import LayerUses
 from te_jax.layers.vjp import (
@@ -64,7 +64,8 @@ def multiply(operands: Operands, static: Static, train: bool, need_wgrad: Sequen
         q = q.with_one_column_axis(source.split)
     each = list(zip(projections, static.configs))
     weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
-    y = tuple(fprop(q, w, p.bias, config, residual) for w, (p, config) in zip(weights, each))
+    rows = rows_in_pieces(q, config)
+    y = tuple(fprop(q, w, p.bias, config, residual, rows) for w, (p, config) in zip(weights, each))
     results = y, got["y"] if static.with_ln_out else None, x if static.with_input else None
     return results, q, weights, tuple(got[name] for name in (static.norm.statistics if static.norm else ()))
 

@@ -38,12 +38,17 @@ def place_axis(x: jax.Array, axis: int, names: tuple[str, ...]) -> jax.Array:
     On a mesh of Auto axes an axis is made whole only where heads are split (`head_axes`). Without a mesh x is returned
     as it is.
     """
-    at = axis % x.ndim
+    if not on_explicit_mesh(jax.typeof(x)) and not names and not head_axes():
+        return x
+    return split_axis(x, axis % x.ndim, names)
+
+
+def split_axis(x: jax.Array, at: int, names: tuple[str, ...]) -> jax.Array:
+    """x on the mesh in force with axis `at` split over the mesh axes `names` (() makes it whole) and the others as they
+    were."""
     if on_explicit_mesh(jax.typeof(x)):
         split = entries(jax.typeof(x))
         return jax.sharding.reshard(x, spec_of((*split[:at], names, *split[at + 1 :])))
-    if not names and not head_axes():
-        return x
     spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[at] = names or None
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))

@@ -187,3 +187,8 @@ def gathered_spec(
     """
     before, after = (resolve_logical_axes(axes, shape) for axes in (shard, whole))
     return None if before is None or before == after else after
+
+
+def split_tokens(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None) -> PartitionSpec | None:
+    """The spec of the logical axes `shard` of tokens that lie by `whole` in products; None where `gathered_spec` is."""
+    return None if gathered_spec(shard, whole) is None else resolve_logical_axes(shard)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
-from te_jax.core.check import NONE, STRING, Kind, KnownFields, check, is_dtype
+from te_jax.core.check import NONE, STRING, Kind, KnownFields, check, integer, is_dtype
 from te_jax.core.scope import Scope
 
 _SUMMED_IN = NONE | Kind("jnp.bfloat16", is_dtype, lambda dtype: jnp.dtype(dtype) == jnp.bfloat16)
@@ -32,9 +32,12 @@ class MeshResource(KnownFields):
                    jnp.bfloat16, for half the bytes, or None for f32, which the gradient is in any case. Each device
                    rounds its sum once, also where nothing is to be added. Weights of experts, the collection wgrads,
                    the head's loss and what is inside a `jax.shard_map`, whose sums are its own, are as without it.
+    tpsp_pieces:   Under sequence parallelism dense layers under a recipe multiply tokens in this many pieces: one
+                   travels while the next is multiplied. Numbers are as without it. 1: all at once, as in layers whose
+                   tokens on a device these do not divide.
 
-    Raises TypeError for a field that is no string, or no dtype, ValueError for an axis that two other fields name, and
-    for another dtype.
+    Raises TypeError for a field of another type, ValueError for an axis that two other fields name, for another dtype
+    and for pieces below 1.
     """
 
     dp_resource: str | None = None
@@ -45,9 +48,11 @@ class MeshResource(KnownFields):
     cp_resource: str | None = None
     ep_resource: str | None = None
     gradient_dtype: DTypeLike | None = None
+    tpsp_pieces: int = 1
 
     def __post_init__(self) -> None:
         check("MeshResource", "gradient_dtype", self.gradient_dtype, _SUMMED_IN)
+        check("MeshResource", "tpsp_pieces", self.tpsp_pieces, integer(1))
         if self.gradient_dtype is not None:  # One value, and one hash, for each of a dtype's names.
             object.__setattr__(self, "gradient_dtype", jnp.dtype(self.gradient_dtype))
         for name, axis in self.axes.items():

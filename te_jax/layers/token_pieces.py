@@ -1,0 +1,98 @@
+"""Tokens in pieces under sequence parallelism: while one piece is multiplied, the next is gathered, or the sum of the
+one before travels. `MeshResource.tpsp_pieces` turns it on.
+
+A layer cuts what its products read, and joins what they write: quantizing, norms, activations, attention and wgrad see
+all tokens at once, and each number of a result has the bits that it has in one product. Pieces are cut along an axis of
+the batch where every device has a multiple of their number there, for they lie together in memory: products read them
+where they are. Else each device cuts its part of the sequence.
+"""
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray
+from jax.sharding import PartitionSpec
+
+from te_jax.core.placement import mesh_axes
+from te_jax.core.types import on_explicit_mesh
+from te_jax.sharding.constraints import entries, split_axis
+from te_jax.sharding.resource import current_mesh_resource
+
+
+class TokenPieces(NamedTuple):
+    """How the tokens [*B] of a dense layer are cut."""
+
+    count: int
+    axis: int  # of B, that is cut
+    shards: int  # devices that divide this axis: each cuts its own part
+    crossing: int  # the axis of B that tensor parallelism splits outside of the products
+    gathers: bool  # x's tokens are gathered for fprop; else y's sum is scattered
+    spec: PartitionSpec | None  # of tokens outside of the products, under Auto mesh axes
+
+    @classmethod
+    def of(
+        cls, x: ShapedArray, lead: int, result: PartitionSpec | None, tokens: PartitionSpec | None, gathers: bool
+    ) -> "TokenPieces | None":
+        """The pieces that the MeshResource in force asks for; None where it asks for none, where tokens don't cross
+        tensor parallelism, and where its devices do not divide them.
+
+        x: the type of the layer's input, `lead` axes in B. result: the sharding of its output on an Explicit mesh.
+        tokens: under Auto axes that of x (`gathers`) or of y outside of the products, of which the first axes are B.
+        """
+        resource, mesh = current_mesh_resource(), jax.sharding.get_abstract_mesh()
+        if resource is None or resource.tpsp_pieces == 1 or mesh.manual_axes:
+            return None
+        name, count = resource.tpsp_resource, resource.tpsp_pieces
+        if mesh.shape.get(name, 1) == 1 or (result is None and tokens is None):
+            return None
+        if result is not None:
+            before, after = entries(x)[:lead], tuple(map(mesh_axes, result))[:lead]
+            gathers = any(name in names for names in before)
+            lies, other = (before, after) if gathers else (after, before)
+            if any(name in names for names in other):
+                return None
+        else:
+            lies = tuple(map(mesh_axes, (*tokens, *[None] * lead)[:lead]))
+        crossing = next((i for i, names in enumerate(lies) if names == (name,)), None)
+        if crossing is None:
+            return None
+        for axis in (*(i for i in range(lead) if i != crossing), crossing):
+            shards = prod(mesh.shape[each] for each in lies[axis])
+            if x.shape[axis] % (shards * count) == 0:
+                return cls(count, axis, shards, crossing, gathers, None if result is not None else tokens)
+        return None
+
+    def cut(self, a: jax.Array | None, before: int = 0) -> Sequence[jax.Array | None]:
+        """The pieces of a [..., *B, ...], with `before` axes in front of B; of None, and of one number, itself."""
+        if a is None or not a.ndim:
+            return [a] * self.count
+        at = before + self.axis
+        split = (*a.shape[:at], self.shards, self.count, -1, *a.shape[at + 1 :])
+        if self.shards == 1:
+            return jnp.split(a, self.count, at)
+        a, whole = a.reshape(split), (*a.shape[:at], a.shape[at] // self.count, *a.shape[at + 1 :])
+        return [jax.lax.index_in_dim(a, i, at + 1, keepdims=False).reshape(whole) for i in range(self.count)]
+
+    def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """What was cut: [*B, ...]."""
+        if self.shards == 1:
+            return jnp.concatenate(pieces, self.axis)
+        at, (first, *_) = self.axis, pieces
+        apart = (*first.shape[:at], self.shards, -1, *first.shape[at + 1 :])
+        whole = (*first.shape[:at], first.shape[at] * self.count, *first.shape[at + 1 :])
+        return jnp.stack([piece.reshape(apart) for piece in pieces], at + 1).reshape(whole)
+
+    def gather(self, a: jax.Array | None, before: int = 0) -> jax.Array | None:
+        """A piece [..., *B, ...] as products read it, all of its tokens on every device."""
+        return a if a is None or not a.ndim else split_axis(a, before + self.crossing, ())
+
+    def scatter(self, a: jax.Array) -> jax.Array:
+        """A piece [*B, ...] of a product's result as it lies outside. On an Explicit mesh the product was told."""
+        if self.spec is None or on_explicit_mesh(jax.typeof(a)):
+            return a
+        free = [PartitionSpec.UNCONSTRAINED] * a.ndim
+        lead = tuple(self.spec)[: self.crossing + 1]
+        return jax.lax.with_sharding_constraint(a, PartitionSpec(*lead, *free[len(lead) :]))
