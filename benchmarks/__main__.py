@@ -24,7 +24,7 @@ _OPTIONS = {
     "model": (_MODELS, "what is measured"),
     "impl": (layers.IMPLS, "by whom"),
     "strategies": (str, "by which tokens reach their experts, as all_gather,all_to_all,ring,ragged: other rows"),
-    "pieces": (str, "in which their sums come back, as 1,2,4: other rows"),
+    "pieces": (str, "in which sums of experts come back, or tokens are multiplied, as 1,2,4: other rows"),
     "mixer": (("all", *contexts.MIXERS), "of random weights, behind contexts of growing length"),
     "shape": (tuple(decode.SHAPES), "of the checkpoint"),
     "role": (("fsdp", "dp", "tp"), "of all GPUs"),

@@ -6,6 +6,7 @@ import pathlib
 import re
 import tempfile
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import jax
@@ -17,6 +18,7 @@ _GRAPH_LAUNCH = re.compile(r"^cu(da)?GraphLaunch")
 _KERNEL_LAUNCH = re.compile(r"^cu(da)?Launch(Cooperative)?Kernel")
 _CUDA_CALL = re.compile(r"^cu(da)?[A-Z]")
 _EARLY = re.compile(r"\bte_finish\b")  # csrc/base/finish.cu
+_COLLECTIVE = re.compile("nccl", re.IGNORECASE)
 COPIES = re.compile(r"^(mem(cpy|set)|cuMem(cpy|set))", re.IGNORECASE)
 
 
@@ -48,7 +50,7 @@ def profile(call: Call, steps: int = 10) -> dict:
 
 
 def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
-    """Per step of `steps`: kernels by name, launches, and the ms in which the GPU worked or stood still.
+    """Per step of `steps`: kernels by name, launches, the ms in which the GPU worked or stood still, and `exposure`.
 
     Zeros where the trace has no GPU.
     """
@@ -71,8 +73,20 @@ def summary(data: jax.profiler.ProfileData, steps: int) -> dict:
         "graph_launches_per_step": graphs / steps,
         "kernel_launches_per_step": launches / steps,
         "host_calls_per_step": {name: count / steps for name, count in calls.most_common()},
+        **exposure(data, steps),
         "top": [{"name": n, "count": c / steps, "ms": ms / steps} for n, (c, ms) in top],
     }
+
+
+def exposure(data: jax.profiler.ProfileData, steps: int) -> dict:
+    """ms a step of the first GPU: in collectives, and in these while nothing else runs. Zeros without a GPU."""
+    first = [plane for plane in data.planes if plane.name.startswith("/device:GPU:0")]
+    kinds = {True: [], False: []}
+    for name, *interval in device_events(SimpleNamespace(planes=first)):
+        kinds[bool(_COLLECTIVE.search(name))].append(interval)
+    exposed = union(kinds[True] + kinds[False]) - union(kinds[False])
+    spent = sum(end - start for start, end in kinds[True])
+    return {"collective_ms": spent / 1e6 / steps, "exposed_ms": exposed / 1e6 / steps}
 
 
 def device_events(data) -> Iterator[Event]:

@@ -9,7 +9,6 @@ import re
 import statistics
 import sys
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 
 import jax
 
@@ -20,7 +19,6 @@ from .process import in_own_process
 
 _PROFILED = 5  # steps
 _TIMEOUT_S = 240  # of a process
-_COLLECTIVE = re.compile("nccl", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -52,17 +50,6 @@ CANDIDATES = {
 }
 
 
-def exposure(data: jax.profiler.ProfileData, steps: int) -> dict:
-    """ms a step of the first GPU: in collectives, and in these while nothing else runs. Zeros without a GPU."""
-    first = [plane for plane in data.planes if plane.name.startswith("/device:GPU:0")]
-    kinds = {True: [], False: []}
-    for name, *interval in kernels.device_events(SimpleNamespace(planes=first)):
-        kinds[bool(_COLLECTIVE.search(name))].append(interval)
-    exposed = kernels.union(kinds[True] + kinds[False]) - kernels.union(kinds[False])
-    spent = sum(end - start for start, end in kinds[True])
-    return {"collective_ms": spent / 1e6 / steps, "exposed_ms": exposed / 1e6 / steps}
-
-
 def measure(args) -> dict:
     """One candidate, in this process."""
     candidate = CANDIDATES[args.measure]
@@ -72,7 +59,7 @@ def measure(args) -> dict:
     model = replace(model, unroll=model.depth if candidate.unrolled else 1)
     call = layers.trainee(model, args.impl, role, count, make=meshes.Trainee).build(backward=True)
     times = timing.queued(call, args.calls, args.repeat)
-    found = kernels.record(call, _PROFILED, lambda data: exposure(data, _PROFILED))
+    found = kernels.record(call, _PROFILED, lambda data: kernels.exposure(data, _PROFILED))
     row = {"ms": statistics.median(times), "all_ms": times, "peak_bytes": call.peak_bytes, "compile_s": call.compile_s}
     return {"machine": machine.describe(), "model": model.name, "row": row | found}
 

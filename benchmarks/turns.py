@@ -35,6 +35,7 @@ from . import (
     small,
     ssm,
     timing,
+    token_pieces,
 )
 from .cases import Case
 
@@ -45,6 +46,7 @@ _SECONDS, _QUICK_SECONDS = 1.2, 0.1  # of a contender, in all of these
 # energy: the driver counts joules by tenths of a second; ssm, delta: short calls, and many of them.
 _OWN_SECONDS = {"energy": 4.8, "ssm": 0.8, "delta": 0.8}
 _WITH_CEILINGS = {"ssm", "delta"}  # suites that measure `ceilings`, since no row bounds the others
+_ON_ALL_GPUS = {"tp"}  # whose contenders run steps while they are made: collectives of two at once may lock up
 
 SUITES = {
     "grouped": (
@@ -53,6 +55,7 @@ SUITES = {
     ),
     "moe": (moe.cases, "layers of experts in bf16 and FP8, in turns with ragged_dot"),
     "ep": (expert_devices.cases, "layers of experts that all GPUs share, in turns with one GPU's part"),
+    "tp": (token_pieces.cases, "layers under tensor parallelism, tokens at once and in pieces"),
     "small": (small.cases, "steps of small layers, in turns with Flax"),
     "energy": (layers.energy_cases, "whole layers forward and backward, in turns with Flax: joules of a step"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
@@ -60,7 +63,7 @@ SUITES = {
     "ssm": (ssm.cases, "Mamba-2's scan, convolution and block, in turns with mamba_ssm's kernels"),
 }
 
-OWN_OPTIONS = {"ep": dict(strategies=None, pieces=None)}  # of a suite, with their defaults; its cases get them
+OWN_OPTIONS = {"ep": dict(strategies=None, pieces=None), "tp": dict(pieces=None)}  # of a suite, with their defaults; its cases get them
 
 
 @dataclass
@@ -171,7 +174,7 @@ def chosen(cases: Iterable[Case], only: str | None) -> list[list[Case]]:
 
 def measure_all(groups: list[list[Case]], args) -> dict:
     seconds = _QUICK_SECONDS if args.quick else _OWN_SECONDS.get(args.command, _SECONDS)
-    at_once = 1 if args.tune else _COMPILED_AT_ONCE  # algorithms are timed where nothing else runs
+    at_once = 1 if args.tune or args.command in _ON_ALL_GPUS else _COMPILED_AT_ONCE  # algorithms are timed where nothing else runs
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say(machine.line(result["machine"]))

@@ -9,7 +9,7 @@ import jax
 import pytest
 from conftest import QUICK
 
-from benchmarks import overlap
+from benchmarks import kernels, overlap
 from benchmarks.__main__ import main
 
 
@@ -55,7 +55,7 @@ planes { id: 2 name: "/device:GPU:1"
 def test_exposed_collectives():
     """5 us of a collective in two steps, 1 of them next to a kernel; another GPU does not count."""
     data = jax.profiler.ProfileData
-    found = overlap.exposure(data.from_serialized_xspace(data.text_proto_to_serialized_xspace(TRACE)), steps=2)
+    found = kernels.exposure(data.from_serialized_xspace(data.text_proto_to_serialized_xspace(TRACE)), steps=2)
     assert found == pytest.approx({"collective_ms": 2.5e-3, "exposed_ms": 2e-3})
 
 
