@@ -63,7 +63,10 @@ SUITES = {
     "ssm": (ssm.cases, "Mamba-2's scan, convolution and block, in turns with mamba_ssm's kernels"),
 }
 
-OWN_OPTIONS = {"ep": dict(strategies=None, pieces=None), "tp": dict(pieces=None)}  # of a suite, with their defaults; its cases get them
+OWN_OPTIONS = {
+    "ep": dict(strategies=None, pieces=None),
+    "tp": dict(pieces=None),
+}  # of a suite, with their defaults; its cases get them
 
 
 @dataclass
@@ -174,7 +177,9 @@ def chosen(cases: Iterable[Case], only: str | None) -> list[list[Case]]:
 
 def measure_all(groups: list[list[Case]], args) -> dict:
     seconds = _QUICK_SECONDS if args.quick else _OWN_SECONDS.get(args.command, _SECONDS)
-    at_once = 1 if args.tune or args.command in _ON_ALL_GPUS else _COMPILED_AT_ONCE  # algorithms are timed where nothing else runs
+    at_once = (
+        1 if args.tune or args.command in _ON_ALL_GPUS else _COMPILED_AT_ONCE
+    )  # algorithms are timed where nothing else runs
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)
     say(machine.line(result["machine"]))

@@ -25,11 +25,13 @@ from te_jax.layers.tensor import LayerUses, wide_of
 from te_jax.layers.vjp import (
     differentiate_weight,
     finish_first,
+    gather_after,
     has_gradient,
     instantiate,
     jit_layer,
     quantize_activation_grad,
     save_for_backward,
+    sum_meanwhile,
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
@@ -232,11 +234,13 @@ def _norm_mlp_bwd(static: _Static, residuals, dy):
     grad, dbias = quantize_grad(dy, second.metas.grad, static.wo, second.needs_wgrad)
     da = constrain_to_spec(dgrad([(grad, second.weight, static.wo)]), static.middle_spec)
     dwo = differentiate_weight(second, grad, dbias, static.wo)
+    da, (first,) = gather_after(da, [first], static.wi)
     da, dwo = finish_first(dwo, da, static.wo)
     source = act_op.activation_grad_source(da, z, dict(static.act))
     grad, dbias = quantize_activation_grad(source, z, first, static.wi)
     dnorm = like(dgrad([(grad, first.weight, static.wi)]), static.wi.x)
     dwi = differentiate_weight(first, grad, dbias, static.wi)
+    dnorm, (dwi,) = sum_meanwhile([dwi], dnorm, static.wi)
     dres = dy if static.through else None
     dx, (dgamma, dbeta) = static.norm.backward(dnorm, x, stats, (gamma, beta), dres)
     dadded = None if static.wo.residual is None else like(dy, static.wo.residual)

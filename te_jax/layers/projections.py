@@ -17,10 +17,12 @@ from te_jax.layers.produce import Role, produce, quantize_grad, quantize_tensor,
 from te_jax.layers.tensor import LayerUses
 from te_jax.layers.vjp import (
     differentiate_weight,
+    gather_after,
     has_gradient,
     instantiate,
     jit_layer,
     save_for_backward,
+    sum_meanwhile,
     tag_for_wgrad,
 )
 from te_jax.layers.weight import Projection
@@ -96,18 +98,20 @@ def _project_bwd(static, residuals, cotangents):
     saved, kept = residuals
     dy = list(map(instantiate, cotangents[0]))
     dln_out, dx_out = (None if isinstance(d, SymbolicZero) else d for d in cotangents[1:])  # None also if no result
-    each = list(zip(saved, static.configs))
-    grads, dbiases = zip(*(quantize_grad(d, s.metas.grad, config, s.needs_wgrad) for d, (s, config) in zip(dy, each)))
     config = static.configs[0]
-    dx = like(dgrad([(grad, s.weight, config) for grad, (s, config) in zip(grads, each)], dln_out), config.x)
-    dprojections = (differentiate_weight(s, *g, config) for g, (s, config) in zip(zip(grads, dbiases), each))
-    dprojections, dnorm = tuple(dprojections), ()
+    dy[0], saved = gather_after(dy[0], saved, config)
+    each = list(zip(saved, static.configs))
+    grads, dbiases = zip(*(quantize_grad(d, s.metas.grad, c, s.needs_wgrad) for d, (s, c) in zip(dy, each)))
+    dx = like(dgrad([(grad, s.weight, c) for grad, (s, c) in zip(grads, each)], dln_out), config.x)
+    dprojections = (differentiate_weight(s, *g, c) for g, (s, c) in zip(zip(grads, dbiases), each))
+    dx, dprojections = sum_meanwhile(list(dprojections), dx, config)
+    dnorm = ()
     if kept is not None:
         x, stats, of_norm = kept
         through = {} if dx_out is None else dict(dres=dx_out)
         dx, dnorm = static.norm.backward(dx.reshape(x.shape), x, stats, of_norm, **through)
     dresidual = None if config.residual is None else like(dy[0], config.residual)
-    return (Operands(dx, dprojections, dnorm, dresidual),)
+    return (Operands(dx, tuple(dprojections), dnorm, dresidual),)
 
 
 _project.defvjp(_project_fwd, _project_bwd, symbolic_zeros=True)

@@ -31,6 +31,7 @@ class TokenPieces(NamedTuple):
     crossing: int  # the axis of B that tensor parallelism splits outside of the products
     gathers: bool  # x's tokens are gathered for fprop; else y's sum is scattered
     spec: PartitionSpec | None  # of tokens outside of the products, under Auto mesh axes
+    whole_mesh: bool  # no other mesh axis has devices, over which gradients of weights would be added up
 
     @classmethod
     def of(
@@ -62,7 +63,8 @@ class TokenPieces(NamedTuple):
         for axis in (*(i for i in range(lead) if i != crossing), crossing):
             shards = prod(mesh.shape[each] for each in lies[axis])
             if x.shape[axis] % (shards * count) == 0:
-                return cls(count, axis, shards, crossing, gathers, None if result is not None else tokens)
+                spec = None if result is not None else tokens
+                return cls(count, axis, shards, crossing, gathers, spec, mesh.size == mesh.shape[name])
         return None
 
     def cut(self, a: jax.Array | None, before: int = 0) -> Sequence[jax.Array | None]:

@@ -4,7 +4,7 @@ Where the weight is not differentiated, such as a frozen one with LoRA, no wgrad
 for it. Autodiff says so by the `symbolic_zeros` of the custom_vjps.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -122,11 +122,33 @@ def accumulator_cotangent(total: jax.Array | None, onto: Accumulator) -> Accumul
 
 def finish_first(gradient: Projection, then: jax.Array, config: Config) -> tuple[jax.Array, Projection]:
     """(then, gradient), where `then` is there after the kernel's gradient: what that is made of is free before the
-    largest tensors of the layer are made of `then`. On a mesh the compiler is left free."""
-    if config.on_mesh:
+    largest tensors of the layer are made of `then`. On a mesh the compiler is left free, but where tokens are in
+    pieces."""
+    if config.on_mesh and not (config.pieces and config.pieces.whole_mesh):
         return then, gradient
     then, kernel = lax.optimization_barrier((then, gradient.kernel))
     return then, gradient._replace(kernel=kernel)
+
+
+def sum_meanwhile(
+    gradients: Sequence[Projection], then: jax.Array, config: Config
+) -> tuple[jax.Array, Sequence[Projection]]:
+    """(then, gradients), where tokens are in pieces: `then`, whose last sum travels, is there after the kernels'
+    gradients, under which it can hide. Not on meshes over whose other axes these would have to be added up before."""
+    if config.pieces is None or not config.pieces.whole_mesh:
+        return then, gradients
+    then, kernels = lax.optimization_barrier((then, [gradient.kernel for gradient in gradients]))
+    return then, [gradient._replace(kernel=kernel) for gradient, kernel in zip(gradients, kernels)]
+
+
+def gather_after(first: jax.Array, saved: Sequence[Saved], config: Config) -> tuple[jax.Array, Sequence[Saved]]:
+    """(first, saved), where tokens are in pieces: what wgrad reads of x, which all of `saved` share, is gathered once
+    `first` is there, so that it isn't in the way of pieces that products wait for."""
+    x = next((each.x for each in saved if each.needs_wgrad), None)
+    if config.pieces is None or not config.pieces.gathers or x is None:
+        return first, saved
+    first, x = lax.optimization_barrier((first, x))
+    return first, [each._replace(x=x) if each.needs_wgrad else each for each in saved]
 
 
 def quantize_activation_grad(

@@ -2,6 +2,7 @@
 Megatron's scheme needs."""
 
 import contextlib
+import dataclasses
 import functools
 
 import flax
@@ -89,8 +90,9 @@ def on_one_device(what, recipe, dtype, fields=()):
 
 
 @functools.cache
-def on_mesh(what, name, kind, recipe, dtype, fields=()):
-    """(loss and gradients, collectives) on the mesh `name`, gradients sharded as what they belong to."""
+def on_mesh(what, name, kind, recipe, dtype, fields=(), pieces=1):
+    """(loss and gradients, collectives) on the mesh `name`, gradients sharded as what they belong to. pieces: of
+    tokens."""
     params, others, _ = on_one_device(what, recipe, dtype, fields)
     module, sizes = module_of(what, name.endswith("sp"), dtype=dtype, **dict(fields)), MESHES[name]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
@@ -98,7 +100,8 @@ def on_mesh(what, name, kind, recipe, dtype, fields=()):
     spec = P(batch or None, "tp" if name.endswith("sp") else None)
     arrays = [data(dtype, seed) for seed in (0, 1)]
     with te.autocast(recipe is not None, recipe):
-        return run_on(mesh, resource(name), module, params, others, arrays, spec)
+        roles = dataclasses.replace(resource(name), tpsp_pieces=pieces)
+        return run_on(mesh, roles, module, params, others, arrays, spec)
 
 
 def run_on(mesh, resource, module, params, others, arrays, spec):
