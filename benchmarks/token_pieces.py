@@ -1,6 +1,6 @@
-"""Cases of a few Llama layers under tensor and sequence parallelism on all GPUs: tokens at once, as today, and in pieces
-whose communication hides under products (`MeshResource.tpsp_pieces`). Each row says how long collectives take, and how
-long nothing else runs meanwhile, by a trace of the first GPU."""
+"""Cases of a few Llama layers under tensor and sequence parallelism on all GPUs: all tokens at once, and in pieces that
+travel while others are multiplied (`MeshResource.tpsp_pieces`). Each row says how long collectives take, and how long
+nothing else runs meanwhile, by a trace of the first GPU."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace

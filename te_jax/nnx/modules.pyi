@@ -54,6 +54,7 @@ class DenseGeneral(Layer):
         operands: bool = False,
         out: Any = None,
         grad_axes: Any = None,
+        out_axes: Any = None,
         multiply: Callable[..., jax.Array] | None = None,
         out_sharding: Any = None,
         rngs: Any = None,

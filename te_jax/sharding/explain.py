@@ -35,8 +35,9 @@ class Crossing:
     bytes:   of one of them on a device, of the larger side: of an all-gather its result.
     times:   how many there are.
     in_loop: whether each step of a loop, such as `nn.scan`, has them.
-    next_to: how many products run while they cross, of all of them the fewest; None where that is not known: on a CPU,
-             and where XLA joined them with others, or has them wait.
+    next_to: how many products run while each crosses; None where that is not known: on a CPU, and where XLA joined them
+             with others, or has them wait.
+    under:   these products: "layers/mlp fprop te_gemm".
     """
 
     path: str
@@ -49,6 +50,7 @@ class Crossing:
     times: int
     in_loop: bool
     next_to: int | None
+    under: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -74,10 +76,16 @@ class ShardingExplanation:
 
 def _row(each: Crossing) -> tuple[str, ...]:
     path = each.path if len(each.path) <= WIDTH else "..." + each.path[3 - WIDTH :]
-    next_to = "" if each.next_to is None else f"{each.next_to} products" if each.next_to else "nothing"
+    next_to = "" if each.next_to is None else _list_products(each.under) or "nothing"
     passed = ", backward" if each.is_backward else ""
     crosses, times = f"{each.kind} {each.dtype}", f"{each.times}{'*' * each.in_loop}"
     return path, each.what + passed, crosses, "+".join(each.axes), bytes_text(each.bytes), times, next_to
+
+
+def _list_products(under: tuple[str, ...]) -> str:
+    """ "2 x mlp fprop te_gemm, 1 x mlp wgrad te_gemm", by the last name of a module."""
+    counts = collections.Counter(name.rsplit("/", 1)[-1] for name in under)
+    return ", ".join(f"{count} x {name}" for name, count in counts.items())
 
 
 def _sum(name: str, crossings: tuple[Crossing, ...], is_backward: bool) -> str:
@@ -94,15 +102,15 @@ def explain_program(fn: Callable[..., Any], args: tuple[Any, ...], mesh: jax.sha
     program, found = compiled(fn, *args, mesh=mesh)
     is_gpu = mesh.devices.flat[0].platform == "gpu"
     next_to = _next_to(program.as_text()) if is_gpu else {}
-    alike = collections.defaultdict(list)
+    alike = collections.Counter()
     for one in found:
         path, what, name = _place_of(one)
         is_backward, in_loop = "transpose(" in name, "while/body" in name
-        alike[path, what, is_backward, one.kind, one.dtype, one.axes, one.bytes, in_loop].append(one.channel)
+        under = next_to.get(one.channel)  # None: it was joined with others, or waits
+        alike[path, what, is_backward, one.kind, one.dtype, one.axes, one.bytes, in_loop, under] += 1
     crossings = []
-    for (*head, in_loop), channels in alike.items():
-        known = [next_to[channel] for channel in channels if channel in next_to]  # others were joined, or wait
-        crossings.append(Crossing(*head, len(channels), in_loop, min(known, default=None)))
+    for (*head, in_loop, under), times in alike.items():
+        crossings.append(Crossing(*head, times, in_loop, None if under is None else len(under), under or ()))
     return ShardingExplanation(tuple(crossings))
 
 
@@ -122,17 +130,41 @@ def _parts(name: str) -> tuple[str, str]:
     return "/".join(part for part in parts if not _BETWEEN_MODULES.search(part)), f"{product} {op}".strip()
 
 
-def _next_to(text: str) -> dict[int, int]:
+def _next_to(text: str) -> dict[int, tuple[str, ...]]:
     """{channel of a collective: the products that run between its start and its end}, of a scheduled program's text."""
-    running, products, found = {}, 0, {}
+    within, running, products, found = _fused_products(text), {}, [], {}
     for line in text.splitlines():
         if match := re.search(r"^\s*(?:ROOT )?(%\S+) = .*? [\w-]+-start\(", line):
             channel = re.search(r"channel_id=(\d+)", line)
-            running[match[1]] = channel and int(channel[1]), products
+            running[match[1]] = channel and int(channel[1]), len(products)
         elif match := re.search(r" [\w-]+-done\((%[\w.-]+)", line):
-            channel, before = running.pop(match[1], (None, products))
+            channel, before = running.pop(match[1], (None, len(products)))
             if channel is not None:
-                found[channel] = min(found.get(channel, products - before), products - before)
-        elif _TARGETS.search(line) or _PRODUCTS.search(line):
-            products += 1
+                found[channel] = min(found.get(channel, tuple(products)), tuple(products[before:]), key=len)
+        elif _is_product(line):
+            products.append(_product_name(line))
+        elif (match := re.search(r" fusion\(.*calls=(%[\w.-]+)", line)) and match[1] in within:
+            products.append(within[match[1]])
+    return found
+
+
+def _is_product(line: str) -> bool:
+    return bool(_TARGETS.search(line) or _PRODUCTS.search(line))
+
+
+def _product_name(line: str) -> str:
+    match = re.search(r'op_name="(.*?)"', line)
+    return " ".join(filter(None, _parts(match[1]))) if match else "product"
+
+
+def _fused_products(text: str) -> dict[str, str]:
+    """{computation: the product in it}: XLA puts a kernel into one with the slices that it reads and writes."""
+    found, name = {}, ""
+    for line in text.splitlines():
+        if match := re.match(r"(%[\w.-]*fusion[\w.-]*) \(.*\{$", line):
+            name = match[1]
+        elif line.startswith("}"):
+            name = ""
+        elif name and _is_product(line):
+            found[name] = _product_name(line)
     return found

@@ -13,7 +13,7 @@ from sharded import RECIPE, B, F, H, S, module_of
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.sharding.collectives import Collective
-from te_jax.sharding.explain import _next_to, _place_of
+from te_jax.sharding.explain import Crossing, ShardingExplanation, _next_to, _place_of
 
 RESOURCE = te.MeshResource(fsdp_resource="fsdp", tpsp_resource="tp", gradient_dtype=jnp.bfloat16)
 
@@ -133,9 +133,19 @@ def test_what_runs_meanwhile():
       %all-gather-start.1 = (f8e4m3fn[2]{0}, f8e4m3fn[4]{0}) all-gather-start(%a), channel_id=3, dimensions={0}
       %gemm.1 = (bf16[8]{0}, u8[4]{0}) custom-call(%b, %c), custom_call_target="te_gemm", api_version=API_VERSION_TYPED
       %fusion.2 = bf16[8]{0} fusion(%b), kind=kLoop, calls=%fused
+      %fusion.4 = (bf16[8]{0}, u8[4]{0}) fusion(%b, %c), kind=kCustom, calls=%dynamic-slice-fusion.1
       %all-gather-done.1 = f8e4m3fn[4]{0} all-gather-done(%all-gather-start.1)
       %all-reduce-start.2 = bf16[8]{0} all-reduce-start(%gemm.1), channel_id=5, to_apply=%add
       %all-reduce-done.2 = bf16[8]{0} all-reduce-done(%all-reduce-start.2)
       %dot.3 = bf16[8]{0} dot(%b, %c)
     """
-    assert _next_to(program) == {3: 1, 5: 0}
+    with_slices = """
+%dynamic-slice-fusion.1 (p0: bf16[2,8], p1: bf16[8]) -> (bf16[8], u8[4]) {
+  ROOT %gemm.2 = (bf16[8]{0}, u8[4]{0}) custom-call(%s, %p1), custom_call_target="te_gemm", metadata={op_name="NAME"}
+}
+"""
+    name = "jit(f)/jvp(Net)/layers/mlp/te_product[fprop]/jit(te_gemm)/ffi_call"
+    found = _next_to(with_slices.replace("NAME", name) + program)
+    assert found == {3: ("product", "layers/mlp fprop te_gemm"), 5: ()}
+    crossing = Crossing("layers/mlp", "x", False, "all-gather", "f8e4m3fn", ("tp",), 4, 1, False, 2, found[3])
+    assert "1 x product, 1 x mlp fprop te_gemm" in str(ShardingExplanation((crossing,)))

@@ -1,0 +1,115 @@
+"""`MeshResource.tpsp_pieces`: the bits of products that multiply all tokens at once, and their bytes; only tokens of
+fprop and dgrad cross in pieces."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from flax import nnx
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from sharded import KINDS, RECIPE, SMALL, on_mesh
+
+import te_jax as te
+import te_jax.flax as te_flax
+import te_jax.nnx as te_nnx
+from te_jax import recipe
+from te_jax.layers import layernorm_mlp
+from te_jax.ops.attention import SequenceDescriptor
+from te_jax.sharding import collectives
+
+pytestmark = pytest.mark.usefixtures("on_host")
+
+
+def check_same_bits(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
+
+
+def counts(found, least: int) -> dict:
+    """{(kind, type): (number, bytes)} of what crosses tp."""
+    return {key[:2]: row for key, row in collectives.table(found, least).items() if key[2] == "tp"}
+
+
+@pytest.mark.parametrize("kind,pieces", [("auto", 2), ("auto", 4), ("explicit", 4)])
+def test_bits_and_bytes(kind, pieces):
+    """A device has two rows of the batch: two pieces are rows, four are parts of the sequence."""
+    where = "layer", "dp-fsdp-tp-sp", kind, RECIPE, jnp.bfloat16
+    (got, found), (want, before) = on_mesh(*where, pieces=pieces), on_mesh(*where)
+    check_same_bits(got, want)
+    due, whole = counts(before, SMALL), {("all-gather", "f8e4m3fn"): 2}  # x for wgrad
+    cut = {key: (pieces * (n - whole.get(key, 0)) + whole.get(key, 0), size) for key, (n, size) in due.items()}
+    assert counts(found, SMALL // pieces) == cut
+
+
+def resources():
+    return [te.MeshResource(dp_resource="dp", tpsp_resource="tp", tpsp_pieces=pieces) for pieces in (1, 2)]
+
+
+def mesh_of(kind):
+    return jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(KINDS[kind],) * 2)
+
+
+FORMS = ("auto", recipe.Float8CurrentScaling()), ("explicit", recipe.Float8BlockScaling())
+
+
+@pytest.mark.parametrize("kind,form", FORMS, ids=["current", "block"])
+def test_functions_scan_and_remat(kind, form):
+    """Blocks of 128 that a device has whole. Rows [s, b, h], whose first axis tensor parallelism splits."""
+    b, s, h, f, depth = 4, 8, 256, 512, 2
+    draw = lambda seed, *shape: jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
+    mesh, tokens = mesh_of(kind), P("tp", "dp")
+    place = lambda a, *spec: jax.device_put(np.asarray(a), NamedSharding(mesh, P(*spec)))
+    wi, wo = draw(1, depth, h, 2, f) / 16, draw(2, depth, f, h) / 16
+    weights = place(draw(0, depth, h)), place(wi, None, None, None, "tp"), place(wo, None, "tp")
+    x = place(draw(3, s, b, h), *tokens)
+    axes = dict(tokens=tokens, grad_spec=P(None, "dp", None), middle_spec=P(None, "dp", "tp")) if kind == "auto" else {}
+    options = dict(activations=("silu", "linear"), norm="rmsnorm", residual=True, recipe=form, **axes)
+
+    def loss(x, weights):
+        layer = jax.checkpoint(lambda x, w: (layernorm_mlp(x, w[0], None, *w[1:], **options), None))
+        return jnp.sum(jax.lax.scan(layer, x, weights)[0].astype(jnp.float32) ** 2)
+
+    results = []
+    for resource in resources():
+        with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+            step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+            program, found = collectives.compiled(step, x, weights, mesh=mesh)
+            results.append((program(x, weights), counts(found, 1024)))
+    (want, before), (got, after) = results
+    check_same_bits(got, want)
+    assert sum(n for n, _ in after.values()) > sum(n for n, _ in before.values())
+
+
+def test_nnx():
+    """A layer of NNX under logical axis rules, packed rows."""
+    mesh, b, s, h = mesh_of("auto"), 4, 8, 32
+    x = np.random.default_rng(0).normal(size=(b, s, h)).astype(jnp.bfloat16)
+    x = jax.device_put(x, NamedSharding(mesh, P("dp", "tp")))
+    fields = dict(hidden_size=h, mlp_hidden_size=64, num_attention_heads=4, enable_sequence_parallel=True)
+    fields |= dict(hidden_dropout=0.0, attention_dropout=0.0)
+    segments = jnp.repeat(jnp.arange(1, 3), s // 2)[None].repeat(b, 0)
+    packed = SequenceDescriptor.from_segment_ids_and_pos(segments)
+    results = []
+    for resource in resources():
+        with jax.set_mesh(mesh), te.autocast(True, recipe.Float8CurrentScaling(), resource):
+            with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+                graph, params, rest = nnx.split(te_nnx.TransformerLayer(**fields, rngs=nnx.Rngs(0)), nnx.Param, ...)
+
+                def loss(params, x, graph=graph, rest=rest):
+                    y = nnx.merge(graph, params, rest)(x, attention_mask=packed, deterministic=True)
+                    return jnp.sum(y.astype(jnp.float32) ** 2)
+
+                program, found = collectives.compiled(jax.jit(jax.value_and_grad(loss, (0, 1))), params, x, mesh=mesh)
+                results.append((program(params, x), counts(found, 128)))
+    (want, before), (got, after) = results
+    check_same_bits(got, want)
+    assert after["reduce-scatter", "bf16"][0] == 2 * before["reduce-scatter", "bf16"][0]
+
+
+def test_pieces_are_a_positive_integer():
+    with pytest.raises(ValueError, match="MeshResource: tpsp_pieces is 0"):
+        te.MeshResource(tpsp_pieces=0)
+    with pytest.raises(TypeError, match="MeshResource: tpsp_pieces is '2'"):
+        te.MeshResource(tpsp_pieces="2")
