@@ -11,7 +11,7 @@ from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
-from te_jax.ops.formats import format_of
+from te_jax.ops.formats import format_of, transpose
 from te_jax.ops.gemm.dense import Formats, dot, gemm, gemm_sum
 from te_jax.ops.gemm.grouped import GROUPED_IN_FP8, gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
 from te_jax.recipe import Recipe
@@ -20,8 +20,6 @@ from te_jax.state import fp8
 
 _FACTORS = ("x", "kernel"), ("grad", "kernel"), ("x", "grad")  # of fprop, dgrad and wgrad
 _FPROP, _DGRAD, _WGRAD = range(3)  # places in `override_linear_precision` and `split_accumulator`
-
-Rows = Sequence[tuple[jax.Array, jax.Array]]  # `Fp8Tensor.rows` of the pieces of a tensor
 
 
 def _options(which: int, config: Config) -> dict:
@@ -34,52 +32,42 @@ def _formats(which: int, recipe: Recipe) -> Formats:
     return left, right
 
 
-@product(FPROP)
 def fprop(
-    x: Fp8Tensor,
-    w: Fp8Tensor,
-    bias: jax.Array | None,
-    config: Config,
-    residual: jax.Array | None = None,
-    rows: Rows | None = None,
+    x: Fp8Tensor, w: Fp8Tensor, bias: jax.Array | None, config: Config, residual: jax.Array | None = None
 ) -> jax.Array:
-    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F].
+    """x [*B, *C], w [*C, *F] -> [*B, *F], plus bias [*F] and residual [*B, *F]."""
+    return fprop_each(x, [(w, bias, config)], residual)[0]
 
-    rows: `rows_in_pieces` of x, where several products read it.
-    """
-    contract, dtype = config.contract, config.x.dtype
+
+@product(FPROP)
+def fprop_each(
+    x: Fp8Tensor, terms: Sequence[tuple[Fp8Tensor, jax.Array | None, Config]], residual: jax.Array | None = None
+) -> tuple[jax.Array, ...]:
+    """`fprop` of each of terms (w, bias, config), which read one x. A residual is of each."""
+    config = terms[0][2]
     if config.recipe.override_linear_precision[_FPROP]:
-        axes = range(config.lead, config.x.ndim), range(contract)
-        y = dot(x.wide, axes[0], w.wide, axes[1], dtype, out_spec=config.spec)
-        return plain_sum(with_names(y, GEMM), bias, residual)
-    options = dict(contract=contract, out_dtype=dtype, out_spec=config.spec, **_options(_FPROP, config))
-    rhs, rhs_inv = w.columns
+        return tuple(_wide_fprop(x, *term, residual) for term in terms)
 
-    def multiply(lhs, lhs_inv, residual):
-        y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
+    def multiply(piece):
+        ((lhs, lhs_inv),), residual = piece
+        return tuple(of_term(lhs, lhs_inv, residual, *term) for term in terms)
+
+    def of_term(lhs, lhs_inv, residual, w, bias, config):
+        rhs, rhs_inv = w.columns
+        options = dict(contract=config.contract, out_dtype=config.x.dtype, out_spec=config.spec)
+        y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options, **_options(_FPROP, config))
         # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
         return y if config.spec is None else jax.sharding.reshard(y, config.spec)
 
-    rows = rows_in_pieces(x, config) if rows is None else rows
     if (pieces := config.pieces) is None:
-        return multiply(*rows[0], residual)
-    place = (lambda y: y) if pieces.gathers else pieces.scatter
-    return pieces.join([place(multiply(*row, c)) for row, c in zip(rows, pieces.cut(residual))])
+        return multiply(([x.rows], residual))
+    return pieces.multiply(multiply, [x.rows], residual, config.lead, gathers=pieces.gathers)[0]
 
 
-def rows_in_pieces(x: Fp8Tensor, config: Config, crosses: bool = True) -> Rows:
-    """The rows of a tensor [*B, ...] in the pieces of the config; in one without.
-
-    crosses: x is the layer's input: where its tokens are gathered, each piece is.
-    """
-    data, scale_inv = x.rows
-    if (pieces := config.pieces) is None or data is None:
-        return [(data, scale_inv)]
-    before = max(scale_inv.ndim - config.lead, 0)  # axes of blocks
-    each = list(zip(pieces.cut(data), pieces.cut(scale_inv, before)))
-    if not (crosses and pieces.gathers):
-        return each
-    return [(pieces.gather(data), pieces.gather(scale_inv, before)) for data, scale_inv in each]
+def _wide_fprop(x, w, bias, config, residual):
+    axes = range(config.lead, config.x.ndim), range(config.contract)
+    y = dot(x.wide, axes[0], w.wide, axes[1], config.x.dtype, out_spec=config.spec)
+    return plain_sum(with_names(y, GEMM), bias, residual)
 
 
 def plain_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) -> jax.Array:
@@ -88,27 +76,39 @@ def plain_sum(y: jax.Array, bias: jax.Array | None, residual: jax.Array | None) 
     return y if residual is None else y + residual.astype(y.dtype)
 
 
-@product(DGRAD)
 def dgrad(terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None) -> jax.Array:
     """The sum of dy w^T over terms (dy [*B, *F], w [*C, *F], config) of one x -> dx [*B, *C], plus `onto` of the shape
     and type of dx: the gradient that reaches x by another way."""
+    return dgrad_and_read(terms, onto)[0]
+
+
+@product(DGRAD)
+def dgrad_and_read(
+    terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None
+) -> tuple[jax.Array, list[Fp8Tensor]]:
+    """`dgrad`, and each dy as wgrad reads it: what `quantize_grad` left where it lay is gathered here, in pieces."""
     config = terms[0][2]
     high = config.recipe.override_linear_precision[_DGRAD]
     options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
     options |= {} if high else _options(_DGRAD, config)
+    tensors = [dy for dy, *_ in terms]
 
-    def multiply(rows, onto):
-        pairs = zip(rows, (w.rows for _, w, _ in terms))
-        return gemm_sum([(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs], onto, **options)
+    def multiply(piece):
+        pairs = zip(piece[0], (w.rows for _, w, _ in terms))
+        pairs = [(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs]
+        return (gemm_sum(pairs, piece[1], **options),)
 
     with jax.default_matmul_precision(config.precision):
         if high:
-            return gemm_sum([(dy.wide, w.wide, None, None) for dy, w, _ in terms], onto, **options)
-        rows = zip(*(rows_in_pieces(dy, config, crosses=False) for dy, *_ in terms))
+            return gemm_sum([(dy.wide, w.wide, None, None) for dy, w, _ in terms], onto, **options), tensors
+        rows = [dy.rows for dy in tensors]
         if (pieces := config.pieces) is None:
-            return multiply(next(rows), onto)
-        place = pieces.scatter if pieces.gathers else lambda dx: dx
-        return pieces.join([place(multiply(*piece)) for piece in zip(rows, pieces.cut(onto))])
+            return multiply((rows, onto))[0], tensors
+        (dx,), read = pieces.multiply(multiply, rows, onto, config.lead, gathers=not pieces.gathers)
+    if pieces.gathers or not format_of(config.recipe, "grad").shared:
+        return dx, tensors
+    whole = [pieces.join([data for data, _ in of_term]) for of_term in read]
+    return dx, [dy._replace(data=a, data_t=transpose(a, config.lead)) for dy, a in zip(tensors, whole)]
 
 
 @product(WGRAD)

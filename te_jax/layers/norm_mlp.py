@@ -17,7 +17,7 @@ from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import align, like
 from te_jax.layers import projections
 from te_jax.layers.config import Config
-from te_jax.layers.gemms import dgrad, fprop
+from te_jax.layers.gemms import dgrad, dgrad_and_read, fprop
 from te_jax.layers.linear import METAS, check_dense, check_residual, dense
 from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
@@ -232,7 +232,8 @@ def _norm_mlp_bwd(static: _Static, residuals, dy):
     (first, second), z, (x, stats, gamma, beta) = residuals
     dy = instantiate(dy)
     grad, dbias = quantize_grad(dy, second.metas.grad, static.wo, second.needs_wgrad)
-    da = constrain_to_spec(dgrad([(grad, second.weight, static.wo)]), static.middle_spec)
+    da, (grad,) = dgrad_and_read([(grad, second.weight, static.wo)])
+    da = constrain_to_spec(da, static.middle_spec)
     dwo = differentiate_weight(second, grad, dbias, static.wo)
     da, (first,) = gather_after(da, [first], static.wi)
     da, dwo = finish_first(dwo, da, static.wo)

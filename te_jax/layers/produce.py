@@ -130,8 +130,8 @@ def quantize_grad(
     """dy [*B, *F] -> the tensor as the backward GEMMs read it, and the gradient of the bias, if there is one.
 
     Both GEMMs read all of dy where y was left scattered. Where both layouts have the same scales, one layout crosses
-    devices once, and is transposed there. Elsewhere the layouts differ, and are as many bytes as dy in 16 bits: dy
-    crosses.
+    devices once, and is transposed there; in pieces that is left to `dgrad_and_read`. Elsewhere the layouts differ, and
+    are as many bytes as dy in 16 bits: dy crosses.
     """
     uses = LayerUses.of(config.recipe, train=True, wgrad=needs_wgrad).grad
     split, has_bias = dy.ndim - config.features, config.bias is not None
@@ -141,8 +141,8 @@ def quantize_grad(
     late = one_crosses and config.grad_spec is not None and uses.data and uses.data_t
     written = uses._replace(data_t=False) if late else uses
     grad, dbias = quantize_tensor(dy, split, Role("grad", meta, written, jax.typeof(dy)), config, has_bias)
-    if late:
-        data = _gather_in_pieces(grad.data, config)
+    if late and config.pieces is None:
+        data = _gather(grad.data, config)
         grad = grad._replace(data=data, data_t=transpose(data, split))
     return grad, like(dbias, config.bias) if has_bias else None
 
@@ -152,12 +152,6 @@ def _gather(a, config: Config):
     if config.spec is None:
         return constrain_to_spec(a, config.grad_spec)
     return a if config.grad_spec is None else jax.sharding.reshard(a, config.grad_spec)
-
-
-def _gather_in_pieces(a, config: Config):
-    if (pieces := config.pieces) is None:
-        return _gather(a, config)
-    return pieces.join([pieces.gather(piece) for piece in pieces.cut(a)])
 
 
 def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:

@@ -12,7 +12,7 @@ from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import STATISTICS, with_names
 from te_jax.core.types import like
 from te_jax.layers.config import Config
-from te_jax.layers.gemms import dgrad, fprop, rows_in_pieces
+from te_jax.layers.gemms import dgrad_and_read, fprop_each
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_tensor, quantize_weight
 from te_jax.layers.tensor import LayerUses
 from te_jax.layers.vjp import (
@@ -66,8 +66,7 @@ def multiply(operands: Operands, static: Static, train: bool, need_wgrad: Sequen
         q = q.with_one_column_axis(source.split)
     each = list(zip(projections, static.configs))
     weights = [quantize_weight(p.kernel, p.metas.kernel, uses.weight, config) for p, config in each]
-    rows = rows_in_pieces(q, config)
-    y = tuple(fprop(q, w, p.bias, config, residual, rows) for w, (p, config) in zip(weights, each))
+    y = fprop_each(q, [(w, p.bias, config) for w, (p, config) in zip(weights, each)], residual)
     results = y, got["y"] if static.with_ln_out else None, x if static.with_input else None
     return results, q, weights, tuple(got[name] for name in (static.norm.statistics if static.norm else ()))
 
@@ -102,7 +101,8 @@ def _project_bwd(static, residuals, cotangents):
     dy[0], saved = gather_after(dy[0], saved, config)
     each = list(zip(saved, static.configs))
     grads, dbiases = zip(*(quantize_grad(d, s.metas.grad, c, s.needs_wgrad) for d, (s, c) in zip(dy, each)))
-    dx = like(dgrad([(grad, s.weight, c) for grad, (s, c) in zip(grads, each)], dln_out), config.x)
+    dx, grads = dgrad_and_read([(grad, s.weight, c) for grad, (s, c) in zip(grads, each)], dln_out)
+    dx = like(dx, config.x)
     dprojections = (differentiate_weight(s, *g, c) for g, (s, c) in zip(zip(grads, dbiases), each))
     dx, dprojections = sum_meanwhile(list(dprojections), dx, config)
     dnorm = ()

@@ -7,7 +7,7 @@ the batch where every device has a multiple of their number there, for they lie 
 where they are. Else each device cuts its part of the sequence.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -20,6 +20,9 @@ from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding.constraints import entries, split_axis
 from te_jax.sharding.resource import current_mesh_resource
+
+Rows = tuple[jax.Array, jax.Array]  # data and inverse scales, as `Fp8Tensor.rows`
+Piece = tuple[list[Rows], jax.Array | None]  # of the factors of products, and of what is added
 
 
 class TokenPieces(NamedTuple):
@@ -87,6 +90,34 @@ class TokenPieces(NamedTuple):
         whole = (*first.shape[:at], first.shape[at] * self.count, *first.shape[at + 1 :])
         return jnp.stack([piece.reshape(apart) for piece in pieces], at + 1).reshape(whole)
 
+    def multiply(
+        self,
+        product: Callable[[Piece], tuple[jax.Array, ...]],
+        rows: Sequence[Rows],
+        added: jax.Array | None,
+        lead: int,
+        gathers: bool,
+    ) -> tuple[tuple[jax.Array, ...], list[list[Rows]]]:
+        """product((rows, added)) in pieces, each of its results [*B, ...] joined; and the pieces of each of the rows as
+        they were read.
+
+        rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. lead: axes in B. gathers: the rows
+        are gathered, as those of x in fprop; else the results are left scattered.
+        """
+        before = [max(scale_inv.ndim - lead, 0) for _, scale_inv in rows]  # axes of blocks
+        cut = [list(zip(self.cut(data), self.cut(inverse, at))) for (data, inverse), at in zip(rows, before)]
+        each = list(zip(map(list, zip(*cut)), self.cut(added)))
+
+        def gather(piece):
+            whole = [(self.gather(data), self.gather(inverse, at)) for (data, inverse), at in zip(piece[0], before)]
+            return whole, piece[1]
+
+        if gathers:
+            results, each = _in_turn(product, each, gather)
+        else:
+            results = [tuple(map(self.scatter, product(piece))) for piece in each]
+        return tuple(map(self.join, zip(*results))), [list(of_one) for of_one in zip(*(piece[0] for piece in each))]
+
     def gather(self, a: jax.Array | None, before: int = 0) -> jax.Array | None:
         """A piece [..., *B, ...] as products read it, all of its tokens on every device."""
         return a if a is None or not a.ndim else split_axis(a, before + self.crossing, ())
@@ -98,3 +129,17 @@ class TokenPieces(NamedTuple):
         free = [PartitionSpec.UNCONSTRAINED] * a.ndim
         lead = tuple(self.spec)[: self.crossing + 1]
         return jax.lax.with_sharding_constraint(a, PartitionSpec(*lead, *free[len(lead) :]))
+
+
+def _in_turn(product, pieces: list[Piece], gather) -> tuple[list[tuple[jax.Array, ...]], list[Piece]]:
+    """The product of each piece, and the gathered pieces. A piece is gathered only when the product of the last but one
+    is there: XLA starts collectives as soon as it can, and runs one at a time, so that the first product would wait for
+    all but one."""
+    whole, results = [gather(piece) for piece in pieces[:2]], []
+    for i in range(len(pieces)):
+        y = product(whole[i])
+        if i + 1 < len(pieces):
+            y, whole[i + 1], later = jax.lax.optimization_barrier((y, whole[i + 1], pieces[i + 2 : i + 3]))
+            whole += map(gather, later)
+        results.append(y)
+    return results, whole
