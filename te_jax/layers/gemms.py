@@ -61,7 +61,8 @@ def fprop_each(
 
     if (pieces := config.pieces) is None:
         return multiply(([x.rows], residual))
-    return pieces.multiply(multiply, [x.rows], residual, config.lead, gathers=pieces.gathers)[0]
+    kernels = [w.columns for w, *_ in terms]
+    return pieces.multiply(multiply, [x.rows], residual, kernels, config.lead, gathers=pieces.gathers)[0]
 
 
 def _wide_fprop(x, w, bias, config, residual):
@@ -104,7 +105,8 @@ def dgrad_and_read(
         rows = [dy.rows for dy in tensors]
         if (pieces := config.pieces) is None:
             return multiply((rows, onto))[0], tensors
-        (dx,), read = pieces.multiply(multiply, rows, onto, config.lead, gathers=not pieces.gathers)
+        kernels = [w.rows for _, w, _ in terms]
+        (dx,), read = pieces.multiply(multiply, rows, onto, kernels, config.lead, gathers=not pieces.gathers)
     if pieces.gathers or not format_of(config.recipe, "grad").shared:
         return dx, tensors
     whole = [pieces.join([data for data, _ in of_term]) for of_term in read]

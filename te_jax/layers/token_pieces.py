@@ -9,7 +9,7 @@ where they are. Else each device cuts its part of the sequence.
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -95,14 +95,15 @@ class TokenPieces(NamedTuple):
         product: Callable[[Piece], tuple[jax.Array, ...]],
         rows: Sequence[Rows],
         added: jax.Array | None,
+        others: Any,
         lead: int,
         gathers: bool,
     ) -> tuple[tuple[jax.Array, ...], list[list[Rows]]]:
         """product((rows, added)) in pieces, each of its results [*B, ...] joined; and the pieces of each of the rows as
         they were read.
 
-        rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. lead: axes in B. gathers: the rows
-        are gathered, as those of x in fprop; else the results are left scattered.
+        rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. others: arrays that all products
+        read. lead: axes in B. gathers: the rows are gathered, as those of x in fprop; else the results are scattered.
         """
         before = [max(scale_inv.ndim - lead, 0) for _, scale_inv in rows]  # axes of blocks
         cut = [list(zip(self.cut(data), self.cut(inverse, at))) for (data, inverse), at in zip(rows, before)]
@@ -113,7 +114,7 @@ class TokenPieces(NamedTuple):
             return whole, piece[1]
 
         if gathers:
-            results, each = _in_turn(product, each, gather)
+            results, each = _in_turn(product, each, gather, others)
         else:
             results = [tuple(map(self.scatter, product(piece))) for piece in each]
         return tuple(map(self.join, zip(*results))), [list(of_one) for of_one in zip(*(piece[0] for piece in each))]
@@ -131,11 +132,13 @@ class TokenPieces(NamedTuple):
         return jax.lax.with_sharding_constraint(a, PartitionSpec(*lead, *free[len(lead) :]))
 
 
-def _in_turn(product, pieces: list[Piece], gather) -> tuple[list[tuple[jax.Array, ...]], list[Piece]]:
+def _in_turn(product, pieces: list[Piece], gather, others) -> tuple[list[tuple[jax.Array, ...]], list[Piece]]:
     """The product of each piece, and the gathered pieces. A piece is gathered only when the product of the last but one
-    is there: XLA starts collectives as soon as it can, and runs one at a time, so that the first product would wait for
-    all but one."""
-    whole, results = [gather(piece) for piece in pieces[:2]], []
+    is there, the second one when `others` are, which products read too: XLA starts collectives as soon as it can, and
+    runs one at a time, so that the first product would wait for all but one, and what makes `others` for the first."""
+    first, second, *_ = pieces
+    second, _ = jax.lax.optimization_barrier((second, others))
+    whole, results = [gather(first), gather(second)], []
     for i in range(len(pieces)):
         y = product(whole[i])
         if i + 1 < len(pieces):

@@ -259,3 +259,13 @@ def test_routing_is_a_share_of_the_kernels():
     names = ["te::te_router_fwd()", "void te::TileKernel<te::GatherSource<float>>()", "te::te_gemm_grouped()", "nvjet"]
     top = [{"name": name, "ms": ms} for name, ms in zip(names, (1.0, 2.0, 4.0, 3.0))]
     assert moe.routing({"kernel_ms": 10.0, "top": top})["routing"] == pytest.approx(0.3)
+
+
+def test_rows_of_tokens_in_pieces():
+    """The pieces that are asked for, compared with all tokens at once."""
+    rows = list(turns.SUITES["tp"][0](True, pieces="4"))
+    whole, cut = rows
+    assert (whole.impl, cut.impl) == ("te_jax fp8 fast", "te_jax fp8 fast, 4 pieces") and whole.name == cut.name
+    assert whole.beside == () and cut.beside == (whole.impl,) and whole.flops == cut.flops > 0
+    summary = {"collective_ms": 2.0, "exposed_ms": 1.0, "kernel_ms": 9.0}
+    assert cut.profiled(summary) == {"collective_ms": 2.0, "exposed_ms": 1.0}
