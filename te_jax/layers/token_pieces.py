@@ -32,6 +32,7 @@ class TokenPieces(NamedTuple):
     axis: int  # of B, that is cut
     shards: int  # devices that divide this axis: each cuts its own part
     crossing: int  # the axis of B that tensor parallelism splits outside of the products
+    devices: int  # of tensor parallelism
     gathers: bool  # x's tokens are gathered for fprop; else y's sum is scattered
     spec: PartitionSpec | None  # of tokens outside of the products, under Auto mesh axes
     whole_mesh: bool  # no other mesh axis has devices, over which gradients of weights would be added up
@@ -67,7 +68,8 @@ class TokenPieces(NamedTuple):
             shards = prod(mesh.shape[each] for each in lies[axis])
             if x.shape[axis] % (shards * count) == 0:
                 spec = None if result is not None else tokens
-                return cls(count, axis, shards, crossing, gathers, spec, mesh.size == mesh.shape[name])
+                devices = mesh.shape[name]
+                return cls(count, axis, shards, crossing, devices, gathers, spec, mesh.size == devices)
         return None
 
     def cut(self, a: jax.Array | None, before: int = 0) -> Sequence[jax.Array | None]:
@@ -122,6 +124,14 @@ class TokenPieces(NamedTuple):
     def gather(self, a: jax.Array | None, before: int = 0) -> jax.Array | None:
         """A piece [..., *B, ...] as products read it, all of its tokens on every device."""
         return a if a is None or not a.ndim else split_axis(a, before + self.crossing, ())
+
+    def gather_columns(self, a: jax.Array, before: int) -> jax.Array:
+        """A tensor [..., *B], with `before` axes in front of B, with all tokens on every device. What a device has crosses
+        as it lies: XLA would transpose it before, and for all layers of a scan at once."""
+        at = before + self.crossing
+        apart = a.reshape(*a.shape[:at], self.devices, -1, *a.shape[at + 1 :])
+        whole = split_axis(jnp.moveaxis(apart, at, 0), 0, ())
+        return jnp.moveaxis(whole, 0, at).reshape(a.shape)
 
     def scatter(self, a: jax.Array) -> jax.Array:
         """A piece [*B, ...] of a product's result as it lies outside. On an Explicit mesh the product was told."""

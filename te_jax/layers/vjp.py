@@ -148,6 +148,8 @@ def gather_after(first: jax.Array, saved: Sequence[Saved], config: Config) -> tu
     if config.pieces is None or not config.pieces.gathers or x is None:
         return first, saved
     first, x = lax.optimization_barrier((first, x))
+    if x.data_t is not None and x.scale_inv_t is not None and not x.scale_inv_t.ndim:
+        x = x._replace(data_t=config.pieces.gather_columns(x.data_t, config.contract))
     return first, [each._replace(x=x) if each.needs_wgrad else each for each in saved]
 
 
