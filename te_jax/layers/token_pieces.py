@@ -2,13 +2,13 @@
 one before travels. `MeshResource.tpsp_pieces` turns it on.
 
 A layer cuts what its products read, and joins what they write: quantizing, norms, activations, attention and wgrad see
-all tokens at once, and each number of a result has the bits that it has in one product. Pieces are cut along an axis of
-the batch where every device has a multiple of their number there, for they lie together in memory: products read them
-where they are. Else each device cuts its part of the sequence.
+all tokens at once, and each number of a result has the bits that it has in one product. Pieces are rows of the batch
+where every device has enough of them, for they lie together in memory: products read them where they are, and they
+cross as they are. Of what is left of their number each device cuts its part of the sequence.
 """
 
 from collections.abc import Callable, Sequence
-from math import prod
+from math import gcd, prod
 from typing import Any, NamedTuple
 
 import jax
@@ -25,12 +25,36 @@ Rows = tuple[jax.Array, jax.Array]  # data and inverse scales, as `Fp8Tensor.row
 Piece = tuple[list[Rows], jax.Array | None]  # of the factors of products, and of what is added
 
 
+class Cut(NamedTuple):
+    """Of an axis into equal pieces, by each device of its own part."""
+
+    axis: int  # of B
+    devices: int  # that divide this axis
+    count: int  # of pieces
+
+    def apply(self, a: jax.Array, before: int = 0) -> list[jax.Array]:
+        """The pieces of a [..., *B, ...], with `before` axes in front of B."""
+        at = before + self.axis
+        if self.devices == 1:
+            return jnp.split(a, self.count, at)
+        whole = (*a.shape[:at], a.shape[at] // self.count, *a.shape[at + 1 :])
+        a = a.reshape(*a.shape[:at], self.devices, self.count, -1, *a.shape[at + 1 :])
+        return [jax.lax.index_in_dim(a, i, at + 1, keepdims=False).reshape(whole) for i in range(self.count)]
+
+    def undo(self, pieces: Sequence[jax.Array]) -> jax.Array:
+        """What was cut: [*B, ...]."""
+        if self.devices == 1:
+            return jnp.concatenate(pieces, self.axis)
+        at, (first, *_) = self.axis, pieces
+        apart = (*first.shape[:at], self.devices, -1, *first.shape[at + 1 :])
+        whole = (*first.shape[:at], first.shape[at] * self.count, *first.shape[at + 1 :])
+        return jnp.stack([piece.reshape(apart) for piece in pieces], at + 1).reshape(whole)
+
+
 class TokenPieces(NamedTuple):
     """How the tokens [*B] of a dense layer are cut."""
 
-    count: int
-    axis: int  # of B, that is cut
-    shards: int  # devices that divide this axis: each cuts its own part
+    cuts: tuple[Cut, ...]  # the outermost first
     crossing: int  # the axis of B that tensor parallelism splits outside of the products
     devices: int  # of tensor parallelism
     gathers: bool  # x's tokens are gathered for fprop; else y's sum is scattered
@@ -64,33 +88,33 @@ class TokenPieces(NamedTuple):
         crossing = next((i for i, names in enumerate(lies) if names == (name,)), None)
         if crossing is None:
             return None
+        cuts, left = [], count
         for axis in (*(i for i in range(lead) if i != crossing), crossing):
-            shards = prod(mesh.shape[each] for each in lies[axis])
-            if x.shape[axis] % (shards * count) == 0:
-                spec = None if result is not None else tokens
-                devices = mesh.shape[name]
-                return cls(count, axis, shards, crossing, devices, gathers, spec, mesh.size == devices)
-        return None
+            devices = prod(mesh.shape[each] for each in lies[axis])
+            number = gcd(x.shape[axis] // devices, left)
+            if x.shape[axis] % devices == 0 and number > 1:
+                cuts.append(Cut(axis, devices, number))
+                left //= number
+        if left > 1:
+            return None
+        devices, spec = mesh.shape[name], None if result is not None else tokens
+        return cls(tuple(cuts), crossing, devices, gathers, spec, mesh.size == devices)
 
     def cut(self, a: jax.Array | None, before: int = 0) -> Sequence[jax.Array | None]:
         """The pieces of a [..., *B, ...], with `before` axes in front of B; of None, and of one number, itself."""
         if a is None or not a.ndim:
-            return [a] * self.count
-        at = before + self.axis
-        split = (*a.shape[:at], self.shards, self.count, -1, *a.shape[at + 1 :])
-        if self.shards == 1:
-            return jnp.split(a, self.count, at)
-        a, whole = a.reshape(split), (*a.shape[:at], a.shape[at] // self.count, *a.shape[at + 1 :])
-        return [jax.lax.index_in_dim(a, i, at + 1, keepdims=False).reshape(whole) for i in range(self.count)]
+            return [a] * prod(cut.count for cut in self.cuts)
+        pieces = [a]
+        for cut in self.cuts:
+            pieces = [part for piece in pieces for part in cut.apply(piece, before)]
+        return pieces
 
     def join(self, pieces: Sequence[jax.Array]) -> jax.Array:
         """What was cut: [*B, ...]."""
-        if self.shards == 1:
-            return jnp.concatenate(pieces, self.axis)
-        at, (first, *_) = self.axis, pieces
-        apart = (*first.shape[:at], self.shards, -1, *first.shape[at + 1 :])
-        whole = (*first.shape[:at], first.shape[at] * self.count, *first.shape[at + 1 :])
-        return jnp.stack([piece.reshape(apart) for piece in pieces], at + 1).reshape(whole)
+        pieces = list(pieces)
+        for cut in reversed(self.cuts):
+            pieces = [cut.undo(pieces[i : i + cut.count]) for i in range(0, len(pieces), cut.count)]
+        return pieces[0]
 
     def multiply(
         self,
@@ -126,8 +150,8 @@ class TokenPieces(NamedTuple):
         return a if a is None or not a.ndim else split_axis(a, before + self.crossing, ())
 
     def gather_columns(self, a: jax.Array, before: int) -> jax.Array:
-        """A tensor [..., *B], with `before` axes in front of B, with all tokens on every device. What a device has crosses
-        as it lies: XLA would transpose it before, and for all layers of a scan at once."""
+        """A tensor [..., *B], with `before` axes in front of B, with all tokens on every device. It crosses as it lies:
+        XLA would transpose it before, and for all layers of a scan at once."""
         at = before + self.crossing
         apart = a.reshape(*a.shape[:at], self.devices, -1, *a.shape[at + 1 :])
         whole = split_axis(jnp.moveaxis(apart, at, 0), 0, ())
