@@ -25,8 +25,8 @@ Rows = tuple[jax.Array, jax.Array]  # data and inverse scales, as `Fp8Tensor.row
 Piece = tuple[list[Rows], jax.Array | None]  # of the factors of products, and of what is added
 
 
-class Cut(NamedTuple):
-    """Of an axis into equal pieces, by each device of its own part."""
+class AxisPieces(NamedTuple):
+    """An axis in equal pieces: each device cuts its own part."""
 
     axis: int  # of B
     devices: int  # that divide this axis
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
 class TokenPieces(NamedTuple):
     """How the tokens [*B] of a dense layer are cut."""
 
-    cuts: tuple[Cut, ...]  # the outermost first
+    cuts: tuple[AxisPieces, ...]  # the outermost first
     crossing: int  # the axis of B that tensor parallelism splits outside of the products
     devices: int  # of tensor parallelism
     gathers: bool  # x's tokens are gathered for fprop; else y's sum is scattered
@@ -93,7 +93,7 @@ class TokenPieces(NamedTuple):
             devices = prod(mesh.shape[each] for each in lies[axis])
             number = gcd(x.shape[axis] // devices, left)
             if x.shape[axis] % devices == 0 and number > 1:
-                cuts.append(Cut(axis, devices, number))
+                cuts.append(AxisPieces(axis, devices, number))
                 left //= number
         if left > 1:
             return None
