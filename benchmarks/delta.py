@@ -1,5 +1,5 @@
-"""Cases of the gated delta rule, with a gate for each head or, KDA, for each channel of keys, next to the Triton kernels
-of flash-linear-attention (the package `fla`), eager and as a CUDA graph, where these are installed.
+"""Cases of the gated delta rule, with a gate for each head or, KDA, each channel of keys, next to the Triton kernels of
+flash-linear-attention (the package `fla`), eager and as a CUDA graph, where these are installed.
 
 A step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes` of fla is
 what torch had allocated at most, te_jax's is XLA's account of the call.

@@ -71,9 +71,8 @@ struct ChannelGradients {
   ChannelGradShared<kRuns>& s;
   const int64_t row;
   const int chunk, group;
-  Columns dq[kParts] = {}, dk[kParts] = {};  // of all heads; but for lengths
-  float along_queries[2] = {}, along_keys[2] = {};
-  int head = 0;
+  Columns dq, dk;  // of a part's channels, of all heads; but for lengths
+  int part = 0, head = 0;
 
   __device__ __forceinline__ static int Band() { return WarpIndex() % kBands; }
   __device__ __forceinline__ static int Side() { return WarpIndex() / kBands; }
@@ -131,6 +130,7 @@ struct ChannelGradients {
   __device__ __forceinline__ float OfAllValues() {
     Scores queries = {}, keys = {};
     float along = 0;  // of the token that four threads share: v times the gradient to what it writes
+#pragma unroll 1
     for (int first = 0; first < Values(); first += kSlab) {
       FetchValues(s.values, first);
       Arrive();
@@ -168,7 +168,7 @@ struct ChannelGradients {
       float dv[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) along += of[n] * v[n], dv[n] = s.betas[token] * of[n];
-      Store(a.dv + at, Round<Bf16, 8>(dv));
+      if (part == 0) Store(a.dv + at, Round<Bf16, 8>(dv));
     }
   }
   __device__ __forceinline__ void PutScores(const Scores& queries, const Scores& keys) {
@@ -195,9 +195,10 @@ struct ChannelGradients {
 
   // What queries read of the state, keys, and what is left of what tokens write, [kBand, kSide] each; and the
   // product of the state before the chunk and its gradient behind it.
-  __device__ __forceinline__ void OfState(int part, Columns& reads, Columns& says, Columns& leaves) {
+  __device__ __forceinline__ void OfState(Columns& reads, Columns& says, Columns& leaves) {
     float product = 0;
     const int channel = threadIdx.x % kPart, quarter = threadIdx.x / kPart;
+#pragma unroll 1
     for (int first = 0; first < Values(); first += kSlab) {
       const int64_t state = a.State(row, chunk, head) + int64_t(first) * a.of.d + part * kPart;
       FetchValues(s.states.values, first);
@@ -296,16 +297,14 @@ struct ChannelGradients {
     };
     Each(queries, column, since), Each(keys, column, since);
     if (splits) return;
-    const auto add = [&](Tokens<kChunk>& pairs, Block& block) {
-      Each(block, column, [&](float& each, int token, int channel, int, int) {
-        for (int from = to; from < token; ++from) {
-          const float left = Exp2(*s.sums.At(token, channel) - *s.sums.At(from, channel));
-          each += __bfloat162float(*pairs.At(token, from)) * s.key_lengths[from] *
-                  __bfloat162float(*s.k.At(from, channel)) * left;
-        }
+#pragma unroll 1
+    for (int from = to; from < to + kBand; ++from)
+      Each(queries, column, [&](float& each, int token, int channel, int j, int n) {
+        if (from >= token) return;
+        const float left = Key(from, channel) * Exp2(*s.sums.At(token, channel) - *s.sums.At(from, channel));
+        each += __bfloat162float(*s.of_queries.At(token, from)) * left;
+        keys[j][n] += __bfloat162float(*s.of_keys.At(token, from)) * left;
       });
-    };
-    add(s.of_queries, queries), add(s.of_keys, keys);
   }
 
   // Of 16 channels: how the loss depends on a token's key through what later tokens see of it.
@@ -325,86 +324,94 @@ struct ChannelGradients {
       each *= Exp2(all - *s.sums.At(token, channel));
     });
     if (splits) return;
-    Each(keys, column, [&](float& each, int token, int channel, int, int) {
-      for (int to = token + 1; to < from + kBand; ++to) {
+#pragma unroll 1
+    for (int to = from; to < from + kBand; ++to)
+      Each(keys, column, [&](float& each, int token, int channel, int, int) {
+        if (to <= token) return;
         const float left = Exp2(*s.sums.At(to, channel) - *s.sums.At(token, channel));
-        const float query = s.query_lengths[to] * __bfloat162float(*s.q.At(to, channel));
-        const float key = -s.betas[to] * s.key_lengths[to] * __bfloat162float(*s.k.At(to, channel));
-        each += left * (__bfloat162float(*s.of_queries.At(to, token)) * query +
-                        __bfloat162float(*s.of_keys.At(to, token)) * key);
-      }
-    });
+        each += left * (__bfloat162float(*s.of_queries.At(to, token)) * Query(to, channel) -
+                        __bfloat162float(*s.of_keys.At(to, token)) * s.betas[to] * Key(to, channel));
+      });
   }
 
   // All that the gradients of 64 channels follow from. `ends` and `leaves` then are where OfSums has them.
-  __device__ __forceinline__ void OfChannels(int part, Columns& dq_of, Columns& dk_of) {
-    Columns reads = {}, says = {}, leaves = {};
-    OfState(part, reads, says, leaves);
+  __device__ __forceinline__ void OfChannels() {
+    Columns ends = {}, says = {}, leaves = {};
+    float says_of[2] = {};
+    OfState(ends, says, leaves);
+    Through(ends, says, leaves, says_of);
     SetBands();
     __syncthreads();
-    float says_of[2] = {};
 #pragma unroll
     for (int i = 0; i < kSide / 16; ++i) {
       Block queries = {}, down = {}, up = {};
       const int column = Column(i);
       const bool splits = s.sums.Splits(Band(), column);
       Down(column, splits, queries, down), Up(column, splits, up);
-      Each(queries, column, [&](float& of_query, int token, int channel, int j, int n) {
-        const float own = *s.sums.At(token, channel), beta = s.betas[token];
-        const float key = s.key_lengths[token] * __bfloat162float(*s.k.At(token, channel));
-        const float query = s.query_lengths[token] * __bfloat162float(*s.q.At(token, channel));
-        const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
-        const float since = Exp2(Before(channel) + own), until = Exp2(Behind(channel) - own);
-        float& read = reads[2 * i + j][n];
-        float& said = says[2 * i + j][n];
-        float& left = leaves[2 * i + j][n];
-        const float to_query = of_query + (goes_on ? a.of.scale * since * read : 0.f);
-        const float of_key = down[j][n] + (goes_on ? since * said : 0.f), from_later = up[j][n];
-        const float of_left = stays ? until * left : 0.f;
-        says_of[n / 2] += key * of_key;
-        read = query * to_query - key * (beta * of_key + from_later), left = key * of_left;
-        const float to_key = of_left + from_later - beta * of_key + s.own[token] * query;
-        const float all_of_query = to_query + s.own[token] * key;
-        dq_of[2 * i + j][n] += all_of_query, dk_of[2 * i + j][n] += to_key;
-        along_queries[n / 2] += query * all_of_query, along_keys[n / 2] += key * to_key;
+      Each(queries, column, [&](float& to_query, int token, int channel, int j, int n) {
+        const float key = Key(token, channel), query = Query(token, channel);
+        const float to_key = s.betas[token] * down[j][n] + up[j][n];
+        says_of[n / 2] += key * down[j][n];
+        ends[2 * i + j][n] += query * to_query - key * to_key;
+        dq[2 * i + j][n] += to_query + s.own[token] * key;
+        dk[2 * i + j][n] += s.own[token] * query + up[j][n] - s.betas[token] * down[j][n];
       });
     }
-    PutRows(s.says[Side()], says_of, part == 0);
+    PutRows(s.says[Side()], says_of);
     __syncthreads();  // none reads keys and queries by bands any more
 #pragma unroll
     for (int j = 0; j < kSide / 8; ++j)
 #pragma unroll
       for (int n = 0; n < 4; n += 2) {
         const int at = Token(n) * OfSums::kPitch + Side() * kSide + 8 * j + ssm::ColumnOf(0);
-        *reinterpret_cast<float2*>(s.ends.ends + at) = make_float2(reads[j][n], reads[j][n + 1]);
+        *reinterpret_cast<float2*>(s.ends.ends + at) = make_float2(ends[j][n], ends[j][n + 1]);
         *reinterpret_cast<float2*>(s.ends.leaves + at) = make_float2(leaves[j][n], leaves[j][n + 1]);
       }
   }
-  // Of the bands before the warp's; of its and those behind.
-  __device__ __forceinline__ float Before(int channel) const {
-    float sum = 0;
-    for (int i = 0; i < Band(); ++i) sum += *s.sums.At(i * kBand + kBand - 1, channel);
-    return sum;
+  __device__ __forceinline__ float Key(int token, int channel) const {
+    return s.key_lengths[token] * __bfloat162float(*s.k.At(token, channel));
   }
-  __device__ __forceinline__ float Behind(int channel) const {
-    float sum = 0;
-    for (int i = Band(); i < kBands; ++i) sum += *s.sums.At(i * kBand + kBand - 1, channel);
-    return sum;
+  __device__ __forceinline__ float Query(int token, int channel) const {
+    return s.query_lengths[token] * __bfloat162float(*s.q.At(token, channel));
+  }
+
+  // The gradients by way of states: from what queries and keys read of the one before the chunk, which `ends`
+  // and `says` have of it, and what is left of what tokens write, `leaves`. These become what OfSums says.
+  __device__ __forceinline__ void Through(Columns& ends, const Columns& says, Columns& leaves,
+                                          float (&says_of)[2]) {
+#pragma unroll
+    for (int j = 0; j < kSide / 8; ++j) {
+      const int first = Side() * kSide + 8 * j + ssm::ColumnOf(0);
+      const float2 before = s.sums.Bands(0, Band(), first), behind = s.sums.Bands(Band(), kBands, first);
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int token = Token(n), channel = first + n % 2;
+        const float key = Key(token, channel), own = *s.sums.At(token, channel);
+        const float since = Exp2((n % 2 ? before.y : before.x) + own);
+        const float until = Exp2((n % 2 ? behind.y : behind.x) - own);
+        const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
+        const float to_query = goes_on ? a.of.scale * since * ends[j][n] : 0.f;
+        const float said = goes_on ? since * says[j][n] : 0.f, of_left = stays ? until * leaves[j][n] : 0.f;
+        says_of[n / 2] += key * said;
+        ends[j][n] = Query(token, channel) * to_query - key * s.betas[token] * said,
+        leaves[j][n] = key * of_left;
+        dq[j][n] += to_query, dk[j][n] += of_left - s.betas[token] * said;
+      }
+    }
   }
   // A value of each of the thread's two rows, summed over the four threads that share them.
-  __device__ __forceinline__ static void PutRows(float (&place)[kChunk], const float (&of)[2], bool begins) {
+  __device__ __forceinline__ static void PutRows(float (&place)[kChunk], const float (&of)[2]) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = WarpSum<4>(of[half]);
-      float& to = place[Token(2 * half)];
-      if (Lane() % 4 == 0) to = begins ? sum : to + sum;
+      if (Lane() % 4 == 0) place[Token(2 * half)] = sum;
     }
   }
 
   // A gate is of all that goes past its token: from tokens before it, or the state, to it and later ones, or
   // the state behind the chunk. Of two tokens that is what is summed to the later less what is summed from
   // the earlier. A thread has 16 tokens of a channel.
-  __device__ __forceinline__ void WriteGates(int part) {
+  __device__ __forceinline__ void WriteGates() {
     const int channel = threadIdx.x % kPart, quarter = threadIdx.x / kPart, first = quarter * kBand;
     float behind = 0, before = 0;
 #pragma unroll
@@ -437,7 +444,7 @@ struct ChannelGradients {
     __syncthreads();  // none reads them any more
   }
 
-  __device__ __forceinline__ void SetPart(int part) {
+  __device__ __forceinline__ void SetPart() {
     const int64_t at = OfKey() + part * kPart, stride = int64_t(a.of.g) * a.of.d;
     const int channels = a.of.d - part * kPart;
     s.q.Fetch(a.of.q + at, stride, Rows(), channels), s.k.Fetch(a.of.k + at, stride, Rows(), channels);
@@ -446,64 +453,85 @@ struct ChannelGradients {
                                       Rows(), channels);
   }
 
-  __device__ __forceinline__ void RunHead() {
+  // Of 64 channels of keys. A head's scores are still there, where it is the only one.
+  __device__ __forceinline__ void RunHead(bool has_scores) {
     if (threadIdx.x < kChunk) s.betas[threadIdx.x] = Weights().betas[threadIdx.x];
     __syncthreads();
-    const float of_v = OfAllValues();
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      SetPart(part);
-      OfChannels(part, dq[part], dk[part]);
-      __syncthreads();
-      WriteGates(part);
-    }
+    const float of_v = has_scores ? 0.f : OfAllValues();
+    SetPart();
+    OfChannels();
+    __syncthreads();
+    WriteGates();
     const int token = threadIdx.x / 4;
-    if (threadIdx.x % 4 == 0 && token < Rows())
-      a.dbeta[OfHead() + int64_t(token) * a.of.h] = of_v - s.says[0][token] - s.says[1][token];
-    __syncthreads();  // none reads betas any more
+    if (threadIdx.x % 4 > 0 || token >= Rows()) return;
+    float& to = a.dbeta[OfHead() + int64_t(token) * a.of.h];
+    to = (part == 0 ? of_v : to) - s.says[0][token] - s.says[1][token];
   }
 
   __device__ __forceinline__ void Run() {
     const int heads = a.of.h / a.of.g;
+    float along_queries[2] = {}, along_keys[2] = {};
     s.runs.Set(a.of, row, First());
     Lengths();
-    for (int i = 0; i < heads; ++i) {
-      head = group * heads + i;
-      RunHead();
-    }
-    PutRows(s.along[0][Side()], along_queries, true), PutRows(s.along[1][Side()], along_keys, true);
-    __syncthreads();
+#pragma unroll 1
+    for (part = 0; part < kParts; ++part) {
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      WriteKeys(a.dq, a.of.q, dq[part], part, s.along[0], s.query_lengths);
-      WriteKeys(a.dk, a.of.k, dk[part], part, s.along[1], s.key_lengths);
+      for (int j = 0; j < kSide / 8; ++j)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) dq[j][n] = dk[j][n] = 0;
+#pragma unroll 1
+      for (int i = 0; i < heads; ++i) {
+        head = group * heads + i;
+        RunHead(part > 0 && heads == 1);
+      }
+      PutKeys(a.dq, s.q, dq, s.query_lengths, along_queries),
+          PutKeys(a.dk, s.k, dk, s.key_lengths, along_keys);
     }
+    if (!a.of.normalize) return;
+    PutRows(s.along[0][Side()], along_queries), PutRows(s.along[1][Side()], along_keys);
+    __syncthreads();
+    TakeAlong(a.dq, a.of.q, s.along[0], s.query_lengths), TakeAlong(a.dk, a.of.k, s.along[1], s.key_lengths);
   }
-  // What a token's length takes away of the gradient, where it is divided by it: what lies along the token.
-  __device__ __forceinline__ void WriteKeys(Bf16* to, const Bf16* tokens, const Columns& of, int part,
-                                            const float (&along)[kSides][kChunk],
-                                            const float* lengths) const {
+  // A part's channels, times 1 over lengths; and what of them lies along the tokens.
+  __device__ __forceinline__ void PutKeys(Bf16* to, Tokens<kPart>& tokens, const Columns& of,
+                                          const float* lengths, float (&along)[2]) const {
 #pragma unroll
     for (int n = 0; n < 4; n += 2) {
       const int token = Token(n);
-      if (token >= Rows()) continue;
       const float length = lengths[token];
-      const float less = a.of.normalize ? length * length * (along[0][token] + along[1][token]) : 0.f;
 #pragma unroll
       for (int j = 0; j < kSide / 8; ++j) {
-        const int channel = part * kPart + Side() * kSide + 8 * j + ssm::ColumnOf(0);
-        if (channel >= a.of.d) continue;
-        const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + channel;
-        const float2 two = ssm::Unpack(*reinterpret_cast<const uint32_t*>(tokens + at));
-        *reinterpret_cast<uint32_t*>(to + at) =
-            ssm::Pack(length * of[j][n] - less * two.x, length * of[j][n + 1] - less * two.y);
+        const int column = Side() * kSide + 8 * j + ssm::ColumnOf(0), channel = part * kPart + column;
+        const float two[2] = {length * of[j][n], length * of[j][n + 1]};
+        const float2 own = ssm::Unpack(*reinterpret_cast<const uint32_t*>(tokens.At(token, column)));
+        along[n / 2] += two[0] * own.x + two[1] * own.y;
+        if (token < Rows() && channel < a.of.d)
+          *reinterpret_cast<uint32_t*>(to + OfKey() + int64_t(token) * a.of.g * a.of.d + channel) =
+              ssm::Pack(two[0], two[1]);
       }
+    }
+  }
+  // What a token's length takes away of the gradient, where it is divided by it: what lies along the token.
+  __device__ __forceinline__ void TakeAlong(Bf16* of, const Bf16* tokens,
+                                            const float (&along)[kSides][kChunk],
+                                            const float* lengths) const {
+    const int pieces = a.of.d / 8;
+    for (int i = threadIdx.x; i < min(Rows(), kChunk) * pieces; i += kGradThreads) {
+      const int token = i / pieces;
+      const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + i % pieces * 8;
+      const float less = lengths[token] * lengths[token] * (along[0][token] + along[1][token]);
+      const auto given = Load<8>(of + at), own = Load<8>(tokens + at);
+      float out[8];
+#pragma unroll
+      for (int j = 0; j < 8; ++j) out[j] = given[j] - less * own[j];
+      Store(of + at, Round<Bf16, 8>(out));
     }
   }
 };
 
 template <int kD, bool kRuns>
-__global__ void __launch_bounds__(kGradThreads) te_gated_delta_channel_bwd_chunks(const ChannelGradArgs a) {
+__global__ void __launch_bounds__(kGradThreads, 2)
+    te_gated_delta_channel_bwd_chunks(const ChannelGradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChannelGradShared<kRuns>*>(memory);
   LetNextStart();

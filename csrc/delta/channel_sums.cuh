@@ -52,23 +52,23 @@ struct ChannelSums {
   __device__ __forceinline__ void Set(const float* gates, int64_t stride, int rows, int channels) {
     constexpr int kParts = kBy / kD;  // threads of a channel
     static_assert(kBy % kD == 0 && kBands % kParts == 0);
-    const int channel = threadIdx.x % kD, first = threadIdx.x / kD * (kBands / kParts);
-    for (int band = first; band < first + kBands / kParts; ++band) {
-      float gate[kBand], sum = 0;
+    constexpr int kOwn = kBands / kParts;  // bands
+    const int channel = threadIdx.x % kD, first = threadIdx.x / kD * kOwn * kBand;
+    float gate[kOwn * kBand];  // all on their way at the same time
 #pragma unroll
-      for (int i = 0; i < kBand; ++i) {
-        const int token = band * kBand + i;
-        gate[i] = token < rows && channel < channels ? gates[token * stride + channel] : 0.f;
-      }
+    for (int i = 0; i < kOwn * kBand; ++i) {
+      const bool inside = first + i < rows && channel < channels;
+      gate[i] = inside ? gates[(first + i) * stride + channel] : 0.f;
+    }
+    float sum = 0;
 #pragma unroll
-      for (int i = 0; i < kBand; ++i) {
-        // A NaN goes to beta, for in the sums it would be of later runs, too.
-        const bool is_number = gate[i] < INFINITY;
-        const float log = gate[i] * kLog2E;
-        if (!is_number) spoiled[band * kBand + i] = 1;
-        sum += is_number && log > kLeast ? log : kLeast;
-        of[(band * kBand + i) * kPitch + channel] = sum;
-      }
+    for (int i = 0; i < kOwn * kBand; ++i) {
+      // A NaN goes to beta, for in the sums it would be of later runs, too.
+      const bool is_number = gate[i] < INFINITY;
+      const float log = gate[i] * kLog2E;
+      if (!is_number) spoiled[first + i] = 1;
+      sum = (i % kBand ? sum : 0.f) + (is_number && log > kLeast ? log : kLeast);
+      of[(first + i) * kPitch + channel] = sum;
     }
   }
 };
