@@ -6,81 +6,27 @@
 #include "base/check.h"
 #include "base/launch.h"
 #include "delta/channel_bwd.cuh"
-#include "delta/channel_sums.cuh"
+#include "delta/channel_bwd_bands.cuh"
 
 namespace te::delta {
 namespace {
 
-constexpr int kGradThreads = ssm::kThreads, kSides = 2;  // warps that share a band of tokens
-static_assert(kGradThreads == 32 * kBands * kSides);
-constexpr int kPart = 64;                        // channels of keys
-constexpr int kSide = kPart / kSides;            // that a warp has
-constexpr int kQuarters = kGradThreads / kPart;  // threads of a channel
-
-// Of 64 channels of a head's values.
-struct OfValues {
-  Tokens<kSlab> dy, written, alone;  // alone: the gradient to what tokens would write without each other
-};
-struct OfStates {
-  OfValues values;
-  Tokens<kPart> state, gradient;  // [values, kPart]
-};
-// Keys and queries by bands: keys at their band's end, and as divided by what is left at a token; queries,
-// and keys times -beta, as what is left since their band begins.
-struct OfBands {
-  Tokens<kPart> until, back, queries, keys;
-};
-// Of a channel of a token: the gradient to the sum of the logarithms up to it, but for what it writes that is
-// left at the chunk's end; and that.
-struct OfSums {
-  static constexpr int kPitch = kPart + 8;
-  alignas(16) float ends[kChunk * kPitch], leaves[kChunk * kPitch];
-};
-
-template <bool kRuns>
-struct ChannelGradShared {
-  union {
-    OfValues values;
-    OfStates states;
-    OfBands bands;
-    OfSums ends;
-  };
-  Tokens<kPart> q, k;
-  // The gradients to how much queries and keys see of keys, 0 unless these are of earlier tokens.
-  Tokens<kChunk> of_queries, of_keys;
-  ChannelSums<kPart> sums;
-  float own[kChunk];                                 // of queries, of the token's own key
-  float key_lengths[kChunk], query_lengths[kChunk];  // 1 over them, or 1
-  float betas[kChunk];
-  float says[kSides]
-            [kChunk];  // from each warp: to beta, what the state and other tokens say of the token's key
-  float along[2][kSides][kChunk];    // what of the gradient of a query, of a key, lies along it
-  float products[kQuarters][kPart];  // of the state and its gradient
-  float parts[2][kQuarters][kPart];  // sums of `ends`, `leaves`
-  ssm::Runs<kRuns> runs;
-};
-
-// Tokens are the rows of all products. A band of them is two warps', each with half of the columns.
 template <int kD, bool kRuns>
-struct ChannelGradients {
+struct ChannelGradients : ChannelBands<kRuns> {
+  using Base = ChannelBands<kRuns>;
+  using Base::Band, Base::Column, Base::Key, Base::Query, Base::s, Base::Side, Base::Token;
+  using typename Base::Block;
   static constexpr int kParts = kD / kPart;
   using Columns = float[kSide / 8][4];  // [kBand, kSide]
-  using Block = float[2][4];            // [kBand, 16]
   using Scores = float[4][4];           // [kBand, 2 * 16]
   const ChannelGradArgs& a;
-  ChannelGradShared<kRuns>& s;
   const int64_t row;
   const int chunk, group;
   Columns dq, dk;  // of a part's channels, of all heads; but for lengths
   int part = 0, head = 0;
 
-  __device__ __forceinline__ static int Band() { return WarpIndex() % kBands; }
-  __device__ __forceinline__ static int Side() { return WarpIndex() / kBands; }
   // The blocks of scores that a warp has: the later ones are seen by fewer.
   __device__ __forceinline__ static int From(int i) { return 2 * i + Side(); }
-  __device__ __forceinline__ static int Token(int n) { return Band() * kBand + ssm::RowOf(n); }
-  __device__ __forceinline__ static int Column(int i) { return Side() * kSide + 16 * i; }
-
   __device__ __forceinline__ int Values() const { return a.again.e; }
   __device__ __forceinline__ int First() const { return chunk * kChunk; }
   __device__ __forceinline__ int Rows() const { return a.of.s - First(); }
@@ -106,9 +52,8 @@ struct ChannelGradients {
         for (int j = 0; j < 8; ++j) sum += eight[j] * eight[j];
       }
     sum = WarpSum<2>(sum);
-    constexpr float kEpsilon = 1e-6f;
     if (half == 0)
-      (of_key ? s.key_lengths : s.query_lengths)[token] = a.of.normalize ? rsqrtf(sum + kEpsilon) : 1.f;
+      (of_key ? s.key_lengths : s.query_lengths)[token] = a.of.normalize ? rsqrtf(sum + kLengthEpsilon) : 1.f;
   }
 
   __device__ __forceinline__ void FetchValues(OfValues& to, int first) {
@@ -234,127 +179,32 @@ struct ChannelGradients {
     s.products[quarter][channel] = product;
   }
 
-  __device__ __forceinline__ void SetBands() {
-    constexpr int kPieces = kPart / 8;
-#pragma unroll 1
-    for (int i = threadIdx.x; i < kChunk * kPieces; i += kGradThreads) {
-      const int token = i / kPieces, channel = i % kPieces * 8, band = token / kBand;
-      const auto key = Load<8>(s.k.At(token, channel)), query = Load<8>(s.q.At(token, channel));
-      const float by_key = s.key_lengths[token], by_query = s.query_lengths[token], beta = s.betas[token];
-      float until[8], back[8], queries[8], keys[8];
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const float own = *s.sums.At(token, channel + j), since = Exp2(own);
-        const float all = *s.sums.At(band * kBand + kBand - 1, channel + j), of_key = by_key * key[j];
-        until[j] = of_key * Exp2(all - own), back[j] = of_key * Exp2(-own);
-        queries[j] = by_query * query[j] * since, keys[j] = -beta * of_key * since;
-      }
-      Store(s.bands.until.At(token, channel), Round<Bf16, 8>(until));
-      Store(s.bands.back.At(token, channel), Round<Bf16, 8>(back));
-      Store(s.bands.queries.At(token, channel), Round<Bf16, 8>(queries));
-      Store(s.bands.keys.At(token, channel), Round<Bf16, 8>(keys));
-    }
-  }
-
-  // Calls fn(element, token, channel, j, n) for each of a block, whose columns begin at `column`.
-  template <typename Fn>
-  __device__ __forceinline__ static void Each(Block& block, int column, Fn&& fn) {
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int n = 0; n < 4; ++n) fn(block[j][n], Token(n), column + 8 * j + ssm::ColumnOf(n), j, n);
-  }
-  __device__ __forceinline__ void Fade(Block& block, int column, int band) const {
-#pragma unroll
-    for (int j = 0; j < 2; ++j) {
-      const float2 log = s.sums.Band(band, column + 8 * j + ssm::ColumnOf(0));
-      const float left[2] = {Exp2(log.x), Exp2(log.y)};
-#pragma unroll
-      for (int n = 0; n < 4; ++n) block[j][n] *= left[n % 2];
-    }
-  }
-  __device__ __forceinline__ static void Multiply(Block& to, const uint32_t (&left)[4], Tokens<kPart>& right,
-                                                  int band, int column) {
-    ssm::Multiply2(to[0], to[1], left, [&](auto& b) { right.B(b, band * kBand, column); });
-  }
-
-  // Of 16 channels: how the loss depends on a token's query, and on its key but for -beta, through what it
-  // sees.
-  __device__ __forceinline__ void Down(int column, bool splits, Block& queries, Block& keys) {
-    const int to = Band() * kBand;
-    uint32_t left[4];
-#pragma unroll 1
-    for (int from = 0; from < Band() + splits; ++from) {
-      Tokens<kPart>& right = from < Band() ? s.bands.until : s.bands.back;
-      if (from > 0 && from < Band()) Fade(queries, column, from), Fade(keys, column, from);
-      s.of_queries.A(left, to, from * kBand);
-      Multiply(queries, left, right, from, column);
-      s.of_keys.A(left, to, from * kBand);
-      Multiply(keys, left, right, from, column);
-    }
-    const auto since = [&](float& each, int token, int channel, int, int) {
-      each *= Exp2(*s.sums.At(token, channel));
-    };
-    Each(queries, column, since), Each(keys, column, since);
-    if (splits) return;
-#pragma unroll 1
-    for (int from = to; from < to + kBand; ++from)
-      Each(queries, column, [&](float& each, int token, int channel, int j, int n) {
-        if (from >= token) return;
-        const float left = Key(from, channel) * Exp2(*s.sums.At(token, channel) - *s.sums.At(from, channel));
-        each += __bfloat162float(*s.of_queries.At(token, from)) * left;
-        keys[j][n] += __bfloat162float(*s.of_keys.At(token, from)) * left;
-      });
-  }
-
-  // Of 16 channels: how the loss depends on a token's key through what later tokens see of it.
-  __device__ __forceinline__ void Up(int column, bool splits, Block& keys) {
-    const int from = Band() * kBand;
-    uint32_t left[4];
-#pragma unroll 1
-    for (int to = kBands - 1; to > Band() - splits; --to) {
-      if (to < kBands - 1) Fade(keys, column, to);
-      s.of_queries.TransposedA(left, to * kBand, from);
-      Multiply(keys, left, s.bands.queries, to, column);
-      s.of_keys.TransposedA(left, to * kBand, from);
-      Multiply(keys, left, s.bands.keys, to, column);
-    }
-    Each(keys, column, [&](float& each, int token, int channel, int, int) {
-      const float all = splits ? 0.f : *s.sums.At(from + kBand - 1, channel);
-      each *= Exp2(all - *s.sums.At(token, channel));
-    });
-    if (splits) return;
-#pragma unroll 1
-    for (int to = from; to < from + kBand; ++to)
-      Each(keys, column, [&](float& each, int token, int channel, int, int) {
-        if (to <= token) return;
-        const float left = Exp2(*s.sums.At(to, channel) - *s.sums.At(token, channel));
-        each += left * (__bfloat162float(*s.of_queries.At(to, token)) * Query(to, channel) -
-                        __bfloat162float(*s.of_keys.At(to, token)) * s.betas[to] * Key(to, channel));
-      });
-  }
-
   // All that the gradients of 64 channels follow from. `ends` and `leaves` then are where OfSums has them.
   __device__ __forceinline__ void OfChannels() {
     Columns ends = {}, says = {}, leaves = {};
     float says_of[2] = {};
     OfState(ends, says, leaves);
     Through(ends, says, leaves, says_of);
-    SetBands();
+    Base::SetBands();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kSide / 16; ++i) {
       Block queries = {}, down = {}, up = {};
       const int column = Column(i);
       const bool splits = s.sums.Splits(Band(), column);
-      Down(column, splits, queries, down), Up(column, splits, up);
-      Each(queries, column, [&](float& to_query, int token, int channel, int j, int n) {
-        const float key = Key(token, channel), query = Query(token, channel);
-        const float to_key = s.betas[token] * down[j][n] + up[j][n];
-        says_of[n / 2] += key * down[j][n];
-        ends[2 * i + j][n] += query * to_query - key * to_key;
-        dq[2 * i + j][n] += to_query + s.own[token] * key;
-        dk[2 * i + j][n] += s.own[token] * query + up[j][n] - s.betas[token] * down[j][n];
+      Base::Down(column, splits, queries, down), Base::Up(column, splits, up);
+      Base::EachTwo(column, [&](int token, int channel, int j, int n) {
+        const float2 key = Key(token, channel), query = Query(token, channel);
+        const float beta = s.betas[token], own = s.own[token];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          const float of_key = m ? key.y : key.x, of_query = m ? query.y : query.x;
+          const float to_query = queries[j][n + m], said = down[j][n + m], later = up[j][n + m];
+          says_of[n / 2] += of_key * said;
+          ends[2 * i + j][n + m] += of_query * to_query - of_key * (beta * said + later);
+          dq[2 * i + j][n + m] += to_query + own * of_key;
+          dk[2 * i + j][n + m] += later - beta * said + own * of_query;
+        }
       });
     }
     PutRows(s.says[Side()], says_of);
@@ -368,13 +218,6 @@ struct ChannelGradients {
         *reinterpret_cast<float2*>(s.ends.leaves + at) = make_float2(leaves[j][n], leaves[j][n + 1]);
       }
   }
-  __device__ __forceinline__ float Key(int token, int channel) const {
-    return s.key_lengths[token] * __bfloat162float(*s.k.At(token, channel));
-  }
-  __device__ __forceinline__ float Query(int token, int channel) const {
-    return s.query_lengths[token] * __bfloat162float(*s.q.At(token, channel));
-  }
-
   // The gradients by way of states: from what queries and keys read of the one before the chunk, which `ends`
   // and `says` have of it, and what is left of what tokens write, `leaves`. These become what OfSums says.
   __device__ __forceinline__ void Through(Columns& ends, const Columns& says, Columns& leaves,
@@ -384,18 +227,24 @@ struct ChannelGradients {
       const int first = Side() * kSide + 8 * j + ssm::ColumnOf(0);
       const float2 before = s.sums.Bands(0, Band(), first), behind = s.sums.Bands(Band(), kBands, first);
 #pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        const int token = Token(n), channel = first + n % 2;
-        const float key = Key(token, channel), own = *s.sums.At(token, channel);
-        const float since = Exp2((n % 2 ? before.y : before.x) + own);
-        const float until = Exp2((n % 2 ? behind.y : behind.x) - own);
+      for (int n = 0; n < 4; n += 2) {
+        const int token = Token(n);
+        const float2 key = Key(token, first), query = Query(token, first), own = s.sums.Two(token, first);
+        const float2 since = Base::ExpOf(before.x + own.x, before.y + own.y);
+        const float2 until = Base::ExpOf(behind.x - own.x, behind.y - own.y);
         const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
-        const float to_query = goes_on ? a.of.scale * since * ends[j][n] : 0.f;
-        const float said = goes_on ? since * says[j][n] : 0.f, of_left = stays ? until * leaves[j][n] : 0.f;
-        says_of[n / 2] += key * said;
-        ends[j][n] = Query(token, channel) * to_query - key * s.betas[token] * said,
-        leaves[j][n] = key * of_left;
-        dq[j][n] += to_query, dk[j][n] += of_left - s.betas[token] * said;
+        const float beta = s.betas[token];
+#pragma unroll
+        for (int m = 0; m < 2; ++m) {
+          float &end = ends[j][n + m], &leaf = leaves[j][n + m];
+          const float of_key = m ? key.y : key.x, left = m ? since.y : since.x;
+          const float to_query = goes_on ? a.of.scale * left * end : 0.f;
+          const float said = goes_on ? left * says[j][n + m] : 0.f;
+          const float of_left = stays ? (m ? until.y : until.x) * leaf : 0.f;
+          says_of[n / 2] += of_key * said;
+          end = (m ? query.y : query.x) * to_query - of_key * beta * said, leaf = of_key * of_left;
+          dq[j][n + m] += to_query, dk[j][n + m] += of_left - beta * said;
+        }
       }
     }
   }
@@ -538,7 +387,7 @@ __global__ void __launch_bounds__(kGradThreads, 2)
   AwaitPrevious();
   const int chunk = a.part.first_chunk + int(blockIdx.y);
   const int64_t row = a.part.first_row + int(blockIdx.z);
-  ChannelGradients<kD, kRuns>{a, shared, row, chunk, int(blockIdx.x)}.Run();
+  ChannelGradients<kD, kRuns>{{shared}, a, row, chunk, int(blockIdx.x)}.Run();
 }
 
 template <int kD, bool kRuns>

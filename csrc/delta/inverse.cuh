@@ -11,6 +11,8 @@ constexpr float kLog2E = 1.44269504f;
 // exp2 of it is 0; larger ones would push the small ones behind them out of the sum.
 constexpr float kLeast = -160;
 
+constexpr float kLengthEpsilon = 1e-6f;  // added to a length's square
+
 // 1 over the length of a token, a row of the tile.
 template <int kD, typename Layout>
 __device__ __forceinline__ float InverseLength(ssm::Tile<kChunk, kD, Layout>& tile, int token) {
@@ -23,8 +25,7 @@ __device__ __forceinline__ float InverseLength(ssm::Tile<kChunk, kD, Layout>& ti
       sum += two.x * two.x + two.y * two.y;
     }
   }
-  constexpr float kEpsilon = 1e-6f;
-  return rsqrtf(sum + kEpsilon);
+  return rsqrtf(sum + kLengthEpsilon);
 }
 
 // Two neighbours, each as the sum of two numbers of bf16, which has 16 bits of it.
