@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
+from te_jax.core.check import warn_once
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding.constraints import entries, split_axis
@@ -96,6 +97,9 @@ class TokenPieces(NamedTuple):
                 cuts.append(AxisPieces(axis, devices, number))
                 left //= number
         if left > 1:
+            asked = f"tpsp_pieces is {count}, which tokens {tuple(x.shape[:lead])} of a dense layer are not divided by"
+            way_out = "pass a number that divides rows of the batch, or what each device has of the sequence"
+            warn_once("MeshResource", f"{asked}; they are multiplied at once: {way_out}.")
             return None
         devices, spec = mesh.shape[name], None if result is not None else tokens
         return cls(tuple(cuts), crossing, devices, gathers, spec, mesh.size == devices)

@@ -15,7 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import recipe
-from te_jax.layers import layernorm_mlp
+from te_jax.layers import dense, layernorm_mlp
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import collectives
 
@@ -113,3 +113,11 @@ def test_pieces_are_a_positive_integer():
         te.MeshResource(tpsp_pieces=0)
     with pytest.raises(TypeError, match="MeshResource: tpsp_pieces is '2'"):
         te.MeshResource(tpsp_pieces="2")
+
+
+def test_tokens_that_pieces_do_not_divide():
+    mesh, x, w = mesh_of("auto"), jnp.zeros((8, 4, 32), jnp.bfloat16), jnp.zeros((32, 64), jnp.bfloat16)
+    layer = lambda x: dense(x, w, recipe=recipe.Float8CurrentScaling(), tokens=P("tp"))
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(tpsp_resource="tp", tpsp_pieces=3)):
+        with pytest.warns(UserWarning, match=r"tpsp_pieces is 3, which tokens \(8, 4\) .* multiplied at once"):
+            jax.eval_shape(layer, x)
