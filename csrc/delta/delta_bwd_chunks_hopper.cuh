@@ -31,8 +31,9 @@ struct HopperGradients {
     const int64_t chunks = (a.again.s + kChunk - 1) / kChunk;
     return a.again.chunks[(Row() * chunks + Token() / kChunk) * a.again.h + Head(i)].weights;
   }
-  // Whether all of the chunk's tokens are of the run of the token before it.
-  __device__ __forceinline__ bool IsOneRun() const { return s.runs.Continues(kLast); }
+  // Whether any token is of the run before the chunk. If not, nothing of the state may enter: 0 times its inf
+  // would stay. Where some are, what they write reaches all of the chunk.
+  __device__ __forceinline__ bool SeesState() const { return s.runs.Continues(0); }
 
   __device__ __forceinline__ void Begin() {
     using ssm::kArrivals;
@@ -208,8 +209,8 @@ struct HopperGradients {
     }
   }
 
-  // A warpgroup: dk. kSeveral: not all tokens are of the run before the chunk.
-  template <bool kSeveral>
+  // A warpgroup: dk.
+  template <bool kSeesState>
   __device__ __forceinline__ void OfKeys() const {
     float dk[kD / 2] = {};
     ssm::WaitFull(s.group_full, 0);
@@ -221,26 +222,26 @@ struct HopperGradients {
         const Weights& weights = s.known[i % kStages].weights;
         float product[32], by[2], less[2], left[2];
         uint32_t alone[4][4], written[4][4];
-        MultiplyState<kD>(product, s.k, stage.state);
+        if constexpr (kSeesState) MultiplyState<kD>(product, s.k, stage.state);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           const int token = RowOfHalf(half);
           by[half] = weights.keys[token], less[half] = -by[half] * weights.betas[token];
           left[half] = fmaxf(weights.left[token], 0.f);
         }
-        LoadWeighed(alone, stage.alone, less);
-        WaitForProducts<0>();
-        Settle(product);
-        if constexpr (!kSeveral) AddState<kD>(dk, alone, stage.state);
-        AddDots(says, stage.alone, product, by);
-        if constexpr (kSeveral) AddReached<kD>(dk, alone, stage.state, by);
+        if constexpr (kSeesState) {
+          LoadWeighed(alone, stage.alone, less);
+          WaitForProducts<0>();
+          Settle(product);
+          AddState<kD>(dk, alone, stage.state);
+          AddDots(says, stage.alone, product, by);
+        }
         MultiplyState<kD>(product, s.k, stage.gradient);
         LoadWeighed(written, stage.written, left);
         WaitForProducts<0>();
-        Settle(product);
-        if constexpr (!kSeveral) Settle(dk), AddState<kD>(dk, written, stage.gradient);
+        Settle(product), Settle(dk);
+        AddState<kD>(dk, written, stage.gradient);
         AddDots(leaves, stage.written, product, left);
-        if constexpr (kSeveral) AddReached<kD>(dk, written, stage.gradient, left);
         WaitForProducts<0>();
         Settle(dk);
         ssm::Release(s.empty[i % kStages]);
@@ -477,10 +478,10 @@ __global__ void __launch_bounds__(ssm::kHopperThreads, 1)
     leave();
   } else if (group == 1) {
     TakeRegisters<152>();
-    if (kRuns && !of.IsOneRun())
-      of.template OfKeys<kRuns>();
+    if (kRuns && !of.SeesState())
+      of.template OfKeys<!kRuns>();
     else
-      of.template OfKeys<false>();
+      of.template OfKeys<true>();
     leave();
   } else {
     TakeRegisters<152>();

@@ -96,27 +96,5 @@ __device__ __forceinline__ void AddState(float (&sums)[kD / 2], const uint32_t (
   ssm::MultiplyAcross(sums, tokens, state);
   CommitProducts();
 }
-// The same, done, of rows that the state reaches: of the others, 0 times its inf is no number. By each
-// warp, which needs few registers.
-template <int kD>
-__device__ __forceinline__ void AddReached(float (&sums)[kD / 2], const uint32_t (&tokens)[4][4],
-                                           const uint8_t* state, const float (&by)[2]) {
-#pragma unroll
-  for (int n = 0; n < kD / 16; ++n) {
-    float left[4] = {}, right[4] = {};
-#pragma unroll
-    for (int k = 0; k < kSlab / 16; ++k)
-      ssm::Multiply2(left, right, tokens[k], [&](auto& b) {
-        LoadMatrices<true>(b,
-                           state + n / 4 * kBoxBytes + InBox(16 * k + Lane() % 16, n % 4 * 2 + Lane() / 16));
-      });
-    Settle(left), Settle(right);  // before the next ones are loaded
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      sums[8 * n + i] += by[i / 2] == 0 ? 0.f : left[i];
-      sums[8 * n + 4 + i] += by[i / 2] == 0 ? 0.f : right[i];
-    }
-  }
-}
 
 }  // namespace te::delta

@@ -267,27 +267,52 @@ def kept_of(chunks, given):
     return np.stack(kept).astype(f32)
 
 
+class Call(NamedTuple):
+    """The backward pass of some rows."""
+
+    rows: dict
+    cotangents: tuple
+    segments: np.ndarray
+    numbers: list  # tokens of a slab, which has two rows, and parts of the heads of a key
+
+    def gradients(self, bwd, kept=None):
+        """{name: gradient} by the kernels, of the states that the forward pass keeps, or of others."""
+        rows, (dy, dlast), count = self.rows, self.cotangents, len(self.segments)
+        runs = np.cumsum(np.diff(self.segments, axis=1, prepend=self.segments[:, :1]) != 0, 1).astype(np.int32)
+        of = [jax.tree.map(lambda a: a[i], rows) for i in range(count)]  # noqa: B023
+        chunks = [chunks_of(*each) for each in zip(of, runs)]
+        kept = np.stack([kept_of(*each) for each in zip(chunks, of)]) if kept is None else kept
+        names = "q", "k", "v", "beta", "gate", "initial_state"
+        results = {name: np.zeros(rows[name].shape, bf16 if name in "qkv" else f32) for name in names}
+        blob = np.concatenate([in_bytes(each) for each in chunks])
+        arrays = [*(rows[name] for name in "qkv"), blob, dy, kept, dlast, runs if runs.any() else None]
+        (s, g, d), (h, e) = rows["k"].shape[1:], rows["v"].shape[2:]
+        blob = program.call(bwd, [count, s, h, g, d, e, 2, *self.numbers], arrays)
+        return dict(zip(results, results_of(blob, results.values())))
+
+
 @pytest.mark.parametrize("s, h, g, d, e, slab_tokens, parts, has_runs", GRADIENTS, ids=str)
 def test_gradients(bwd, rng, s, h, g, d, e, slab_tokens, parts, has_runs):
     """Three rows in slabs of two, of other gates and segments."""
-    count = 3
-    rows, (dy, dlast), segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=count)
+    rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, False, bf16, count=3)
     segments = segments if has_runs else 0 * segments
-    runs = np.cumsum(np.diff(segments, axis=1, prepend=segments[:, :1]) != 0, 1).astype(np.int32)
-    of = [jax.tree.map(lambda a: a[i], rows) for i in range(count)]  # noqa: B023
-    chunks = [chunks_of(*each) for each in zip(of, runs)]
-    blob = np.concatenate([in_bytes(each) for each in chunks])
-    kept = np.stack([kept_of(*each) for each in zip(chunks, of)])
-    names = "q", "k", "v", "beta", "gate", "initial_state"
-    results = [np.zeros(rows[name].shape, bf16 if name in "qkv" else f32) for name in names]
-    arrays = [*(rows[name] for name in "qkv"), blob, dy, kept, dlast, runs if has_runs else None]
-    got = results_of(program.call(bwd, [count, s, h, g, d, e, 2, slab_tokens, parts], arrays), results)
+    got = Call(rows, cotangents, segments, [slab_tokens, parts]).gradients(bwd)
 
     def pull(given, ids, cotangents):
         return jax.vjp(lambda given: oracle.rule(given, ids), given)[1](cotangents)[0]
 
-    wide = jax.tree.map(lambda a: a.astype(np.float64), (rows, (dy, dlast)))
+    wide = jax.tree.map(lambda a: a.astype(np.float64), (rows, cotangents))
     with jax.enable_x64(True):
         want = jax.device_get(jax.jit(jax.vmap(pull))(wide[0], segments, wide[1]))
-    for name, mine in zip(names, got):
+    for name, mine in got.items():
         oracle.near(mine, want[name], f"d{name}", GRADIENT_ERROR)
+
+
+def test_a_state_that_is_not_finite_stays_in_its_run(bwd, rng):
+    """A run that begins with a chunk: its gradients have the same bits, whatever the state before it is."""
+    rows, cotangents, _ = oracle.rows_of(rng, 2 * CHUNK, 1, 1, 16, 16, False, bf16, count=1)
+    call = Call(rows, cotangents, np.arange(2 * CHUNK)[None] // CHUNK, [2 * CHUNK, 1])
+    clean, spoiled = call.gradients(bwd), call.gradients(bwd, np.full((1, 1, 1, 16, 16), np.inf, f32))
+    assert np.isnan(spoiled["q"][:, :CHUNK].astype(f32)).any()
+    for name in ("q", "k", "v", "beta", "gate"):
+        np.testing.assert_array_equal(spoiled[name][:, CHUNK:], clean[name][:, CHUNK:], name)
