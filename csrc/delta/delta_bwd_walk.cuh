@@ -92,7 +92,7 @@ struct GradWalk : Walk<kD, kStages, Products, kBack, OfHead, kGroups> {
         of_dy[k][i] &= (token < continues ? 0xffffu : 0u) | (token + 1 < continues ? 0xffff0000u : 0u);
       }
     auto& tiles = s.stages[stage];
-    Multiply(written, of_dy, tiles.seen);
+    WarpProducts::Seeing(written, of_dy, tiles.seen);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
       AsLeft(left[k], written, k, [&](int, int token, float2 two) {
@@ -100,7 +100,7 @@ struct GradWalk : Walk<kD, kStages, Products, kBack, OfHead, kGroups> {
       });
 #pragma unroll
     for (float& each : alone) each = 0;
-    Multiply(alone, left, tiles.inverse);
+    WarpProducts::Seeing(alone, left, tiles.inverse);
     Base::Meet();  // none reads k any more
     tiles.k.template Keep<Base::kWalking>([&](int token) { return token < continues; });
     tiles.q.template Keep<Base::kWalking>([&](int token) { return token < continues; });

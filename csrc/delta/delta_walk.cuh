@@ -299,7 +299,8 @@ struct Walk {
   }
 
   // Where a chunk has several runs: what the last one's tokens write, without any of the others', as 0 times
-  // an inf would stay; nor their keys.
+  // an inf would stay; nor their keys. By mma.sync: with products of warpgroups in a branch ptxas serializes
+  // all of the kernel's (its message C7511).
   __device__ __forceinline__ void OnlyLastRun(int stage, Left& off, Results& written) {
     const OfTokens& weights = s.weights[stage];
 #pragma unroll
@@ -311,10 +312,7 @@ struct Walk {
         const float2 of = OfLeft(weights, 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
         off[k][i] &= (of.x < 0 ? 0u : 0xffffu) | (of.y < 0 ? 0u : 0xffff0000u);
       }
-    Products::Begin(written);
-    Products::Seen(written, off, s.stages[stage].inverse);
-    Products::Commit();
-    Products::template Wait<0>(written);
+    WarpProducts::Seen(written, off, s.stages[stage].inverse);
     Meet();  // none reads k any more
     s.stages[stage].Left().template Keep<kWalking>([&](int token) { return IsOfLast(weights, token); });
     Meet();

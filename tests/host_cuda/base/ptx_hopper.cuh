@@ -188,6 +188,26 @@ void LoadMatrices(uint32_t (&words)[4], const void* row) {
     }
 }
 
+template <bool kHalf>
+void MultiplyAdd(float (&d)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  static_assert(!kHalf);
+  struct Words {
+    uint32_t a[4], b[2];
+  };
+  static std::map<std::pair<int, int>, std::array<Words, 32>> of_warps;
+  auto& all = of_warps[{cluster::self->cta, cluster::self->index / 32}];
+  const int lane = threadIdx.x % 32, row = lane / 4, column = lane % 4 * 2;
+  all[lane] = {{a[0], a[1], a[2], a[3]}, {b0, b1}};
+  cluster::MeetWarp();
+  const auto number = [](uint32_t word, int side) { return __uint_as_float(word >> 16 * side << 16); };
+  for (int i = 0; i < 4; ++i)
+    for (int k = 0; k < 16; ++k) {
+      const Words &left = all[row * 4 + k % 8 / 2], &right = all[(column + i % 2) * 4 + k % 8 / 2];
+      d[i] += number(left.a[k / 8 * 2 + i / 2], k % 2) * number(right.b[k / 8], k % 2);
+    }
+  cluster::MeetWarp();
+}
+
 // What a thread fetches is there when it has waited for it, and fenced, as products want it.
 inline void PrefetchOrZero16(void* shared, const void* p, bool inside) {
   const uint32_t to = uint32_t(__cvta_generic_to_shared(shared));
