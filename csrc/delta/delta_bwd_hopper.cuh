@@ -14,7 +14,7 @@ __global__ void __launch_bounds__(kWalkThreads<kGroups>, 1) te_gated_delta_bwd_w
   AwaitPrevious();
   LetNextStart();  // who starts behind this counts on the end of the kernel ahead
   RunGradWalk<kD, kHopperStages<OfHead, kGroups>, GroupProducts, kGroups>(
-      a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 232>(s, walk); });
+      a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 192>(s, walk); });
 #else
   __trap();  // compiled only for Hopper
 #endif

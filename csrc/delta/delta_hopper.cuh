@@ -143,7 +143,7 @@ __global__ void __launch_bounds__(kWalkThreads<kGroups>, 1) te_gated_delta_fwd_h
   auto& s = *reinterpret_cast<HopperShared<kD, Gate, kGroups>*>(shared);
   const int group = WalkingGroup(), first = (int(blockIdx.y) * kGroups + group) * kSlab;
   using Steps = Walk<kD, kHopperStages<Gate, kGroups>, GroupProducts, true, Gate, kGroups>;
-  TakePart<kGroups, 224>(s, Steps{a, s.tiles, blockIdx.z, int(blockIdx.x), first, group});
+  TakePart<kGroups, 208>(s, Steps{a, s.tiles, blockIdx.z, int(blockIdx.x), first, group});
 #else
   __trap();  // compiled only for Hopper
 #endif
