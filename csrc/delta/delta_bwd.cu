@@ -74,24 +74,31 @@ Status EachSlab(int64_t rows, const float* dlast, GradArgs a, const Exchange (&e
   return {};
 }
 
-// The walks of a slab are launched ahead of the last kernel of the one before, which so has the SMs that they
-// leave, and those that they need no more.
+#ifdef TE_HAS_90A
+// Where walks leave SMs idle, those of a slab are launched ahead of the last kernel of the slab before. Else
+// that kernel follows at once, while L2 has of what it reads.
+Status RunSlabsOnHopper(cudaStream_t stream, int64_t rows, const float* dlast, const GradArgs& all,
+                        const Exchange (&exchanges)[2]) {
+  bool overlaps = false;
+  TE_TRY(GradWalksLeaveRoom(all, &overlaps));
+  GradArgs last{};
+  TE_TRY(EachSlab(rows, dlast, all, exchanges, [&](const GradArgs& a) -> Status {
+    TE_TRY(RunGradWalksOnHopper(stream, a));
+    if (!overlaps) return RunGradChunksOnHopper(stream, a, {rows, false});
+    if (last.states) TE_TRY(RunGradChunksOnHopper(stream, last, {rows, true}));
+    last = a;
+    return {};
+  }));
+  return overlaps ? RunGradChunksOnHopper(stream, last, {rows, false}) : Status{};
+}
+#endif
+
 Status RunSlabs(cudaStream_t stream, int64_t rows, const float* dlast, const GradArgs& all,
                 const Exchange (&exchanges)[2]) {
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));
-  if (is_hopper) {
-    GradArgs last{};
-    const auto run = [&](const GradArgs& a) -> Status {
-      TE_TRY(RunGradWalksOnHopper(stream, a));
-      if (last.states) TE_TRY(RunGradChunksOnHopper(stream, last, {rows, true}));
-      last = a;
-      return {};
-    };
-    TE_TRY(EachSlab(rows, dlast, all, exchanges, run));
-    return RunGradChunksOnHopper(stream, last, {rows, false});
-  }
+  if (is_hopper) return RunSlabsOnHopper(stream, rows, dlast, all, exchanges);
 #endif
   return EachSlab(rows, dlast, all, exchanges, [&](const GradArgs& a) -> Status {
     TE_TRY(RunGradWalks(stream, a));

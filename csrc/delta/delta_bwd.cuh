@@ -48,6 +48,8 @@ struct HopperGradCall {
   bool overlaps;
 };
 Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a);
+// Whether an eighth of the SMs or more have none of the walks of a slab.
+Status GradWalksLeaveRoom(const GradArgs& a, bool* room);
 Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, const HopperGradCall& call);
 
 }  // namespace te::delta

@@ -1,4 +1,5 @@
 // te_gated_delta_bwd's walks on Hopper.
+#include "base/device.h"
 #include "base/launch.h"
 #include "delta/delta_bwd_hopper.cuh"
 
@@ -14,13 +15,30 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
   return LaunchBehind(stream, true, kernel, GradWalkGrid(a, kGroups), kWalkThreads<kGroups>, kBytes, a);
 }
 
+// How many groups of a CTA walk.
+Status GroupsOf(const GradArgs& a, int* groups) {
+  bool wide = false;
+  if (a.again.d > 64) TE_TRY(IsWide(GradWalkGrid(a, 1), a.again.e, &wide));
+  *groups = wide ? 2 : 1;
+  return {};
+}
+
 }  // namespace
+
+Status GradWalksLeaveRoom(const GradArgs& a, bool* room) {
+  int groups = 0, multiprocessors = 0;
+  TE_TRY(GroupsOf(a, &groups));
+  TE_TRY(Multiprocessors(&multiprocessors));
+  const dim3 grid = GradWalkGrid(a, groups);
+  *room = int64_t(grid.x) * grid.y * grid.z <= multiprocessors - multiprocessors / 8;
+  return {};
+}
 
 Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a) {
   if (a.again.d <= 64) return Run<64, 1>(stream, a);
-  bool wide = false;
-  TE_TRY(IsWide(GradWalkGrid(a, 1), a.again.e, &wide));
-  return (wide ? Run<128, 2> : Run<128, 1>)(stream, a);
+  int groups = 0;
+  TE_TRY(GroupsOf(a, &groups));
+  return (groups > 1 ? Run<128, 2> : Run<128, 1>)(stream, a);
 }
 
 }  // namespace te::delta

@@ -123,6 +123,7 @@ Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED};
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status delta::RunHopper(cudaStream_t, const WalkArgs&, int64_t) {{ return {_LAUNCHED}; }}
 Status delta::RunGradWalksOnHopper(cudaStream_t, const GradArgs&) {{ return {_LAUNCHED}; }}
+Status delta::GradWalksLeaveRoom(const GradArgs&, bool*) {{ return {_LAUNCHED}; }}
 Status delta::RunGradChunksOnHopper(cudaStream_t, const GradArgs&, const HopperGradCall&) {{ return {_LAUNCHED}; }}
 Status delta::RunChannelWalksOnHopper(cudaStream_t, const ChannelGradArgs&) {{ return {_LAUNCHED}; }}
 Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const Steps*) {{ return {_LAUNCHED}; }}
