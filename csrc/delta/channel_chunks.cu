@@ -26,6 +26,8 @@ struct ChannelShared {
     ChannelSystem system;  // when tokens are multiplied and written
   };
   ChannelSums<kD> sums;
+  // Sums of bands: of those before one, and of it and those behind.
+  alignas(16) float before[kBands][kD], behind[kBands][kD];
   float of_keys[kChunk], of_queries[kChunk];  // 1 over their lengths, or 1
   float betas[kChunk];
   ssm::Runs<kRuns> runs;
@@ -79,18 +81,24 @@ struct OfChannels {
       WeighChannels<true>(of_key, band * kBand, d, since),
           WeighChannels<true>(of_query, band * kBand, d, since);
       const bool splits = s.sums.Splits(band, d);
+      const int column = d + ssm::ColumnOf(0);
+      float2 between[2] = {};  // sums of the bands between
 #pragma unroll
-      for (int i = 0; i < kBands; ++i) {
+      for (int i = kBands - 1; i >= 0; --i) {
         if (i > band) continue;
         if (i == band && !splits) {
           MultiplyPairs(keys, queries, i, d);
           continue;
         }
+        if (i < band)
+#pragma unroll
+          for (int j = 0; j < 2; ++j) {
+            const float2 own = s.sums.Band(i, column + 8 * j);
+            between[j].x += own.x, between[j].y += own.y;
+          }
         s.tokens.k.TransposedB(b, i * kBand, d);
         WeighChannels<false>(b, i * kBand, d, [&](int token, int channel) {
-          const float2 own = s.sums.Two(token, channel);
-          if (i == band) return make_float2(-own.x, -own.y);
-          const float2 end = s.sums.Bands(i, band, channel);
+          const float2 own = s.sums.Two(token, channel), end = between[(channel - column) / 8];
           return make_float2(end.x - own.x, end.y - own.y);
         });
 #pragma unroll
@@ -118,6 +126,25 @@ struct OfChannels {
         }
   }
 
+  // Sums of bands; a thread has channels.
+  __device__ __forceinline__ void SumBands() {
+    for (int channel = threadIdx.x; channel < kD; channel += kThreads) {
+      float sum = 0;
+#pragma unroll
+      for (int i = 0; i < kBands; ++i) {
+        s.before[i][channel] = sum;
+        sum += *s.sums.At(i * kBand + kBand - 1, channel);
+      }
+      sum = 0;
+#pragma unroll
+      for (int i = kBands - 1; i >= 0; --i)
+        s.behind[i][channel] = sum += *s.sums.At(i * kBand + kBand - 1, channel);
+    }
+  }
+  __device__ __forceinline__ static float2 Two(const float* of, int channel) {
+    return *reinterpret_cast<const float2*>(of + channel);
+  }
+
   // Keys and queries, times what is left of the state before the chunk, and keys, times what is left at its
   // end.
   __device__ __forceinline__ void WriteTokens() {
@@ -136,7 +163,7 @@ struct OfChannels {
       for (int j = 0; j < 4; ++j) {
         const int at = channel + 2 * j;
         const float2 key = ssm::Unpack(keys[j]), query = ssm::Unpack(queries[j]), own = s.sums.Two(token, at);
-        const float2 before = s.sums.Bands(0, band, at), end = s.sums.Bands(band, kBands, at);
+        const float2 before = Two(s.before[band], at), end = Two(s.behind[band], at);
         const float since[2] = {Exp2(before.x + own.x), Exp2(before.y + own.y)};
         const float until[2] = {by_key * Exp2(end.x - own.x), by_key * Exp2(end.y - own.y)};
         k[j] = goes_on ? ssm::Pack(by_key * since[0] * key.x, by_key * since[1] * key.y) : 0;
@@ -153,7 +180,7 @@ struct OfChannels {
   __device__ __forceinline__ void WriteWeights() {
     ChannelWeights<kD>& weights = out.weights;
     if (threadIdx.x < kD / 2) {
-      const float2 all = s.sums.Bands(0, kBands, 2 * threadIdx.x);
+      const float2 all = Two(s.behind[0], 2 * threadIdx.x);
       const bool goes_on = s.runs.Continues(kLast);
       *reinterpret_cast<float2*>(weights.keeps + 2 * threadIdx.x) =
           goes_on ? make_float2(Exp2(all.x), Exp2(all.y)) : make_float2(0, 0);
@@ -212,9 +239,10 @@ struct OfChannels {
   __device__ __forceinline__ void Run() {
     Fetch();
     Lengths();
+    SumBands();
     Scores keys = {}, queries = {};
     Multiply(keys, queries);
-    __syncthreads();  // lengths are there
+    __syncthreads();  // lengths and sums are there
     WriteTokens();
     WriteWeights();
     __syncthreads();  // none reads the tokens any more

@@ -55,19 +55,25 @@ struct ChannelSums {
     constexpr int kOwn = kBands / kParts;  // bands
     const int channel = threadIdx.x % kD, first = threadIdx.x / kD * kOwn * kBand;
     float gate[kOwn * kBand];  // all on their way at the same time
+    const bool inside = channel < channels;
+    const float* from = gates + int64_t(first) * stride + channel;
 #pragma unroll
-    for (int i = 0; i < kOwn * kBand; ++i) {
-      const bool inside = first + i < rows && channel < channels;
-      gate[i] = inside ? gates[(first + i) * stride + channel] : 0.f;
-    }
+    for (int i = 0; i < kOwn * kBand; ++i, from += stride) gate[i] = inside && first + i < rows ? *from : 0.f;
+    bool are_numbers = true;
     float sum = 0;
 #pragma unroll
     for (int i = 0; i < kOwn * kBand; ++i) {
-      // A NaN goes to beta, for in the sums it would be of later runs, too.
+      are_numbers = are_numbers && gate[i] < INFINITY;
+      sum = (i % kBand ? sum : 0.f) + fmaxf(gate[i] * kLog2E, kLeast);
+      of[(first + i) * kPitch + channel] = sum;
+    }
+    if (are_numbers) return;
+    // A NaN goes to beta, for in the sums it would be of later runs, too.
+#pragma unroll
+    for (int i = 0; i < kOwn * kBand; ++i) {
       const bool is_number = gate[i] < INFINITY;
-      const float log = gate[i] * kLog2E;
       if (!is_number) spoiled[first + i] = 1;
-      sum = (i % kBand ? sum : 0.f) + (is_number && log > kLeast ? log : kLeast);
+      sum = (i % kBand ? sum : 0.f) + (is_number ? fmaxf(gate[i] * kLog2E, kLeast) : kLeast);
       of[(first + i) * kPitch + channel] = sum;
     }
   }
