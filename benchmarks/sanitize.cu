@@ -95,11 +95,11 @@ void Delta(const Sizes& of, bool by_channel = false) {
   const auto [rows, s, h, g, p, n, run, slab_rows, slab_tokens, slab_heads] = of;
   const Arg q = Drawn(BF16, {rows, s, g, n}), k = Drawn(BF16, {rows, s, g, n});
   const Arg v = Drawn(BF16, {rows, s, h, p}), beta = Drawn(F32, {rows, s, h}, 0.1f, 0.5f);
-  const int64_t gates = by_channel ? n : 1, wide = n <= 64 ? 64 : 128;
+  const int64_t gates = by_channel ? n : 1;
   const Arg gate = Drawn(F32, {rows, s, h, gates}, 0.02f, -0.1f), initial = Drawn(F32, {rows, h, n, p});
   const Arg runs = Runs(rows, s, run), dy = Drawn(BF16, {rows, s, h, p}), dlast = Drawn(F32, {rows, h, n, p});
   const int64_t shared = g == 1 ? 1 : h / g;
-  const int64_t of_chunk = by_channel ? 384 * wide + 16384 + 4 * (wide + 64) + 16 : 18192;
+  const int64_t of_chunk = by_channel ? (n > 64 ? 66432 : 41600) : 18192;
   const int64_t of_chunks = rows * CeilDiv(s, 64) * h * of_chunk;
   const int64_t of_slab = slab_rows * slab_tokens * h * p * 2;
   const Ret states = Written(F32, {rows, CeilDiv(s, 512), h, n, p});

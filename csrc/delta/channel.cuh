@@ -29,11 +29,11 @@ struct ChannelWeights {
 };
 
 template <int kD>
-struct ChannelChunk {
+struct alignas(128) ChannelChunk {  // as lines of caches are
   ChannelTiles<kD> tiles;
   ChannelWeights<kD> weights;
 };
-static_assert(sizeof(ChannelChunk<128>) == 6 * kChunk * 128 + 4 * kChunk * kChunk + 4 * (128 + kChunk) + 16);
+static_assert(sizeof(ChannelChunk<64>) == 41600 && sizeof(ChannelChunk<128>) == 66432);
 constexpr int64_t ChannelBytes(int64_t d) {
   return d <= 64 ? sizeof(ChannelChunk<64>) : sizeof(ChannelChunk<128>);
 }

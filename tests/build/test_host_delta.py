@@ -74,9 +74,9 @@ class ChannelChunk(NamedTuple):
         tiles, d = self[:5], 64 if self.k.shape[1] <= 64 else 128
         parts = [in_boxes(a, d if a.shape[1] == self.k.shape[1] else CHUNK) for a in tiles]
         keeps = np.pad(self.keeps, (0, d - len(self.keeps)))
-        return b"".join(
-            a.tobytes() for a in (*parts, np.append(keeps, self.betas).astype(f32), np.array(self.counts, np.int32))
-        )
+        whole = *parts, np.append(keeps, self.betas).astype(f32), np.array(self.counts, np.int32)
+        of_chunk = b"".join(a.tobytes() for a in whole)
+        return of_chunk + bytes(-len(of_chunk) % 128)
 
 
 def in_boxes(a, columns):

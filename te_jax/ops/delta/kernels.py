@@ -80,7 +80,7 @@ def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attr
 def _channel_bytes(d):
     """As _CHUNK_BYTES, where channels have gates: as csrc/delta/channel.cuh has them."""
     wide = 64 if d <= 64 else 128
-    return 3 * CHUNK * wide * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (wide + CHUNK) + 16
+    return ceil_div(3 * CHUNK * wide * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (wide + CHUNK) + 16, 128) * 128
 
 
 def rule_bwd_workspace(
