@@ -15,7 +15,7 @@ __global__ void __launch_bounds__(kWalkThreads<kGroups>, 1)
   auto& s = *reinterpret_cast<HopperShared<kD, OfChannel, kGroups>*>(shared);
   LetNextStart();
   RunChannelWalk<kD, kHopperStages<OfChannel, kGroups>, GroupProducts, kGroups>(
-      a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 232>(s, walk); });
+      a, s.tiles, WalkingGroup(), [&](auto&& walk) { TakePart<kGroups, 208>(s, walk); });
 #else
   __trap();  // compiled only for Hopper
 #endif

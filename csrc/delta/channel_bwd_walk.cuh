@@ -89,7 +89,7 @@ struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel, kGroups> {
         const int token = 16 * k + i / 2 * 8 + ssm::ColumnOf(0);
         of_dy[k][i] &= (token < continues ? 0xffffu : 0u) | (token + 1 < continues ? 0xffff0000u : 0u);
       }
-    Multiply(written, of_dy, tiles.seen);
+    WarpProducts::Seeing(written, of_dy, tiles.seen);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
       AsLeft(left[k], written, k, [&](int, int token, float2 two) {
@@ -97,7 +97,7 @@ struct ChannelWalk : Walk<kD, kStages, Products, kBack, OfChannel, kGroups> {
       });
 #pragma unroll
     for (float& each : alone) each = 0;
-    Multiply(alone, left, tiles.inverse);
+    WarpProducts::Seeing(alone, left, tiles.inverse);
   }
 
   // The gradient to the state before the chunk: keeps G + q^T dy - k^T (betas inverse^T dW).
