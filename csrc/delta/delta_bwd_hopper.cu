@@ -15,10 +15,10 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
   return LaunchBehind(stream, true, kernel, GradWalkGrid(a, kGroups), kWalkThreads<kGroups>, kBytes, a);
 }
 
-// How many groups of a CTA walk.
+// How many groups of a CTA walk. The walks forward are shorter, together as long as the one back.
 Status GroupsOf(const GradArgs& a, int* groups) {
   bool wide = false;
-  if (a.again.d > 64) TE_TRY(IsWide(GradWalkGrid(a, 1), a.again.e, &wide));
+  if (a.again.d > 64) TE_TRY(IsWide(a.again, a.slab.rows, 2, &wide));
   *groups = wide ? 2 : 1;
   return {};
 }

@@ -21,16 +21,16 @@ Status RunGate(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
   const dim3 grid(a.h, unsigned(CeilDiv(a.e, kSlab)), unsigned(rows));
   if (a.d <= 64) return Run<64, Gate, 1>(stream, a, grid);
   bool wide = false;
-  TE_TRY(IsWide(grid, a.e, &wide));
+  TE_TRY(IsWide(a, rows, 1, &wide));
   return (wide ? Run<128, Gate, 2> : Run<128, Gate, 1>)(stream, a, grid);
 }
 
 }  // namespace
 
-Status IsWide(const dim3& grid, int e, bool* wide) {
+Status IsWide(const WalkArgs& a, int64_t rows, int walks, bool* wide) {
   int multiprocessors = 0;
   TE_TRY(Multiprocessors(&multiprocessors));
-  *wide = e > kSlab && int64_t(grid.x) * grid.y * grid.z > multiprocessors;
+  *wide = a.e > kSlab && walks * rows * a.h * CeilDiv(a.e, kSlab) > multiprocessors;
   return {};
 }
 

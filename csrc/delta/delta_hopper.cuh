@@ -75,8 +75,9 @@ struct HopperShared {
     __syncthreads();
   }
 };
-// Whether CTAs of two groups walk: where those of one, a CTA on each multiprocessor, would take turns.
-Status IsWide(const dim3& grid, int e, bool* wide);
+// Whether CTAs of two groups walk: where `walks` of one, of all heads of `rows` each, would take turns on the
+// multiprocessors, and two groups are fewer turns.
+Status IsWide(const WalkArgs& a, int64_t rows, int walks, bool* wide);
 template <int kGroups>
 constexpr int kWalkThreads = (1 + kGroups) * kThreads;
 // The first group of walkers is the CTA's second.

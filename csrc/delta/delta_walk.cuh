@@ -271,16 +271,36 @@ struct Walk {
     if (from) EachOfState(index, [&](float& each, int64_t at) { each = from[at]; });
   }
 
-  // The state, rounded, as rows of values: those of the head begin at `of_head`.
+  // The state, rounded, as rows of values: those of the head begin at `of_head`. A lane writes eight keys,
+  // those of its four neighbours.
   __device__ __forceinline__ void Keep(Bf16* of_head) const {
-    const int value = Band() + ssm::RowOf(0), key = ssm::ColumnOf(0);
-    Bf16* const to = of_head + int64_t(first + value) * a.d + key;
-    const bool all = a.d == kD && first + kSlab <= a.e;
+    const int value = first + Band() + ssm::RowOf(0), key = Lane() % 4 * 8;
+    Bf16* const to = of_head + int64_t(value) * a.d + key;
 #pragma unroll
-    for (int i = 0; i < kD / 2; i += 2)
-      if (all || (first + value + i % 4 / 2 * 8 < a.e && key + i / 4 * 8 < a.d))
-        *reinterpret_cast<uint32_t*>(to + i % 4 / 2 * 8 * a.d + i / 4 * 8) =
-            ssm::Pack(state[i], state[i + 1]);
+    for (int i = 0; i < kD / 32; ++i)
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        uint32_t words[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* const two = state + 16 * i + 4 * j + 2 * half;
+          words[j] = ssm::Pack(two[0], two[1]);
+        }
+        Transpose(words);
+        if (value + 8 * half < a.e && key + 32 * i < a.d)
+          *reinterpret_cast<uint4*>(to + 8 * half * a.d + 32 * i) =
+              make_uint4(words[0], words[1], words[2], words[3]);
+      }
+  }
+  // The i-th word of four neighbouring lanes, of which the i-th gets them.
+  __device__ __forceinline__ static void Transpose(uint32_t (&words)[4]) {
+    const auto swap = [](uint32_t& low, uint32_t& high, int by) {
+      const bool is_upper = Lane() & by;
+      const uint32_t other = __shfl_xor_sync(~0u, is_upper ? low : high, by);
+      (is_upper ? low : high) = other;
+    };
+    swap(words[0], words[1], 1), swap(words[2], words[3], 1);
+    swap(words[0], words[2], 2), swap(words[1], words[3], 2);
   }
 
   // How far v is off what the state says, times beta, as a left factor.

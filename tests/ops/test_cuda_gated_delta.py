@@ -185,7 +185,7 @@ def test_rows_of_one_call(rng, monkeypatch, by_channel):
     """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
     rows, s, h, d, e = 3, 70, 2, 16, 8
     of_row = 2 * h * e * 2 * (2 * d + 128) + by_channel * 2 * h * kernels._channel_bytes(d)
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * of_row // (1 + by_channel))
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * of_row)
     assert kernels._slab_of_rule(rows, s, h, e, d, by_channel) == dict(slab_rows=2, slab_tokens=128)
     given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, by_channel, bf16, count=rows)
 

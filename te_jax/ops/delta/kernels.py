@@ -16,7 +16,7 @@ KEPT = 512
 """Tokens: how often the state is kept for the backward pass."""
 _MOST = 128  # channels
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
-_RULE_SLAB_BYTES = 64 << 20  # of what the kernels of a slab of the backward pass exchange, about as much as L2 holds
+_RULE_SLAB_BYTES = 128 << 20  # of what the kernels of a slab of the backward pass exchange
 _CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
 
 
@@ -64,7 +64,7 @@ def _slab_of_rule(rows, s, h, e, d, by_channel=False):
     """How csrc/delta/delta_bwd.cu, or channel_bwd.cu, cuts a call: rows and tokens of a slab."""
     block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
     of_block = 2 * h * e * 2 * (block // CHUNK * d + block) + by_channel * block // CHUNK * h * _channel_bytes(d)
-    blocks = max(1, _RULE_SLAB_BYTES * (1 + by_channel) // of_block)
+    blocks = max(1, _RULE_SLAB_BYTES // of_block)
     # A CTA walks over the tokens of a row and head: of long rows so many that each SM has one.
     slab_rows = min(rows, blocks, max(1, CTAS // h) if s > KEPT else 256)
     tokens = block * min(blocks // slab_rows, ceil_div(s, block), 64)
