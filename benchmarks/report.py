@@ -86,7 +86,7 @@ _COLUMNS = [
     ("in kernels", "profile", "{profile[kernel_ms]:.4f}".format_map),
     ("peak GB", "peak_bytes", lambda row: f"{row['peak_bytes'] / GB:.2f}"),
     ("collectives ms", "collective_ms", "{collective_ms:.2f}".format_map),
-    ("of them alone", "exposed_ms", "{exposed_ms:.2f}".format_map),
+    ("of them exposed", "exposed_ms", "{exposed_ms:.2f}".format_map),
     ("MB received", "received_bytes", lambda row: f"{row['received_bytes'] / 1e6:.1f}"),
     ("beside it", "beside", lambda row: ", ".join(f"{ratio:.2f}x {impl}" for impl, ratio in row["beside"].items())),
     ("against old", "old_ms", lambda row: f"{row['ms'] / row['old_ms']:.3f}x ({row['old_ms']:.4f})"),

@@ -108,7 +108,8 @@ class DenseGeneral(Module):
                   and out_axes: those of the output outside.
         operands: nothing is multiplied: returns what `LayerNormDenseGeneral(...)(..., also=...)` takes.
         multiply: a function that is called instead of `te_jax.layers.dense`, with the same arguments but `contract`: it
-                  computes of the inputs what it multiplies, as `te_jax.layers.gated_norm_dense` does.
+                  computes of the inputs what it multiplies, as `te_jax.layers.gated_norm_dense` does. It gets `tokens`
+                  only where `MeshResource.tpsp_pieces` asks for pieces.
 
         Raises TypeError for inputs that are not floating, ValueError for axes that are not trailing, for a kernel of
         another shape and for one next to a parameter, for return_bias with operands, and for multiply with operands
@@ -139,7 +140,8 @@ class DenseGeneral(Module):
         added = None if self.return_bias else bias
         grad_spec, tokens = resolve_logical_axes(grad_axes), split_tokens(out_axes, grad_axes)
         run = multiply or partial(dense, contract=contract)
-        y = run(inputs, kernel, added, residual, out=out, grad_spec=grad_spec, tokens=tokens, **call)
+        call |= {} if tokens is None else dict(tokens=tokens)
+        y = run(inputs, kernel, added, residual, out=out, grad_spec=grad_spec, **call)
         if self.enable_low_rank_adaptation:
             y = add_lora(self, y, inputs, *lora_parameters(self, init, contracted, features))
         return (y, bias) if self.return_bias else y

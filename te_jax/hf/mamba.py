@@ -84,16 +84,14 @@ def _mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any]) -> lis
     widths = dict(z=inner, x=inner, B=groups, C=groups, dt=ssm["ssm_num_heads"])
     taps = {part: widths[part] for part in "xBC"}
     stack = "layers"
-    cut = lambda end, parts, *forms: (
-        tuple(f"{path}/{part}{end}" for part in parts),
-        rules.parted([*parts.values()], *forms),
-    )
+    cut = lambda end, parts, form: (tuple(f"{path}/{part}{end}" for part in parts), form)
+    as_it_is = lambda parts: rules.parted([*parts.values()])
     joined = {
-        "in_proj.weight": cut("/kernel", widths, jnp.transpose, jnp.transpose),
-        "conv1d.weight": cut("_conv_kernel", taps, lambda a: a[:, 0].T, lambda a: a.T[:, None]),
+        "in_proj.weight": cut("/kernel", widths, rules.parted([*widths.values()], jnp.transpose, jnp.transpose)),
+        "conv1d.weight": cut("_conv_kernel", taps, rules.of_taps([*taps.values()])),
     }
-    joined |= {"in_proj.bias": cut("/bias", widths)} if ssm["use_bias"] else {}
-    joined |= {"conv1d.bias": cut("_conv_bias", taps)} if ssm["use_conv_bias"] else {}
+    joined |= {"in_proj.bias": cut("/bias", widths, as_it_is(widths))} if ssm["use_bias"] else {}
+    joined |= {"conv1d.bias": cut("_conv_bias", taps, as_it_is(taps))} if ssm["use_conv_bias"] else {}
     made = [TensorRule(ours, (f"{name}.{theirs}",), form, stack) for theirs, (ours, form) in joined.items()]
     made += [TensorRule((f"{path}/{own}",), (f"{name}.{own}",), rules.SAME, stack) for own in ("A_log", "D", "dt_bias")]
     made.append(TensorRule((f"{path}/norm_scale",), (f"{name}.norm.weight",), rules.SAME, stack))

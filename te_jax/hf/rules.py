@@ -1,6 +1,7 @@
 """Which tensors of a checkpoint become which parameters, said once for both directions."""
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -61,9 +62,19 @@ INTERLEAVED = Recast(
 TURNED_STACK = Recast(lambda a: (a.swapaxes(1, 2),), lambda a: (a.swapaxes(1, 2),))
 
 
-def parted(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable = lambda a: a) -> Recast:
+def _as_it_is(a):
+    return a
+
+
+# A form is made once, so that programs of one load serve others.
+def parted(sizes: Sequence[int], ours: Callable = _as_it_is, theirs: Callable = _as_it_is) -> Recast:
     """One tensor whose leading axis holds, so many each, what several parameters are made of. ours, theirs: of each
     part."""
+    return _parted(tuple(sizes), ours, theirs)
+
+
+@cache
+def _parted(sizes, ours, theirs):
     ends = [*accumulate(sizes)][:-1]
     return Recast(
         lambda a: tuple(map(ours, jnp.split(a, ends))), lambda *parts: (jnp.concatenate([*map(theirs, parts)]),)
@@ -73,6 +84,11 @@ def parted(sizes: Sequence[int], ours: Callable = lambda a: a, theirs: Callable 
 def parted_in_groups(groups: int, sizes: Sequence[int]) -> Recast:
     """Kernels in one tensor [groups * sum(sizes), in], which has so many rows of each, group after group, as
     [in, groups * size]."""
+    return _parted_in_groups(groups, tuple(sizes))
+
+
+@cache
+def _parted_in_groups(groups, sizes):
     ends = [*accumulate(sizes)][:-1]
 
     def ours(a):
@@ -87,12 +103,26 @@ def parted_in_groups(groups: int, sizes: Sequence[int]) -> Recast:
     return Recast(ours, theirs)
 
 
+@cache
 def query_and_kv(queries: int) -> Recast:
     """The kernels of queries, so many channels, keys and values in one tensor as [in, out] and [in, 2, out]."""
     two = JOINED_KV
     return Recast(
         lambda a: (a[:queries].T, *two.ours(a[queries:])), lambda q, kv: (jnp.concatenate([q.T, *two.theirs(kv)]),)
     )
+
+
+def of_taps(sizes: Sequence[int]) -> Recast:
+    """The kernels [taps, channels] of causal convolutions in one tensor [channels, 1, taps]."""
+    return parted(sizes, _taps_first, _taps_last)
+
+
+def _taps_first(a):
+    return a[:, 0].T
+
+
+def _taps_last(a):
+    return a.T[:, None]
 
 
 # The forms whose tensors are weights of linear layers, or of experts: in FP8 their scales are recast alike.

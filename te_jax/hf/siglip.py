@@ -1,5 +1,7 @@
 """SigLIP's encoder of images."""
 
+from functools import cache
+
 import jax.numpy as jnp
 
 from te_jax.core.check import BOOL
@@ -34,20 +36,25 @@ _SIGLIP = words_of(
 
 def patch_rules(p: int, name: str) -> list[TensorRule]:
     """The convolution `name`, whose kernel [H, c, p, p] is the dense one [p * p * c, H] of patches [p, p, c]."""
-    form = Recast(
+    return [
+        TensorRule(("embedding",), (f"{name}.weight",), _of_patches(p)),
+        TensorRule(("embedding_bias",), (f"{name}.bias",), rules.SAME),
+    ]
+
+
+@cache
+def _of_patches(p: int) -> Recast:
+    return Recast(
         lambda a: (a.transpose(2, 3, 1, 0).reshape(-1, a.shape[0]),),
         lambda a: (a.reshape(p, p, -1, a.shape[-1]).transpose(3, 2, 0, 1),),
     )
-    return [
-        TensorRule(("embedding",), (f"{name}.weight",), form),
-        TensorRule(("embedding_bias",), (f"{name}.bias",), rules.SAME),
-    ]
 
 
 # A tensor with an axis of 1 in front.
 OF_BATCH = Recast(lambda a: (a[0],), lambda a: (a[None],))
 
 
+@cache
 def _query_and_kv_bias(queries: int) -> Recast:
     """The biases of queries, so many channels, keys and values in one tensor as [out] and [2, out]."""
     return Recast(

@@ -141,7 +141,7 @@ def quantize_grad(
     late = one_crosses and config.grad_spec is not None and uses.data and uses.data_t
     written = uses._replace(data_t=False) if late else uses
     grad, dbias = quantize_tensor(dy, split, Role("grad", meta, written, jax.typeof(dy)), config, has_bias)
-    if late and config.pieces is None:
+    if late and (config.pieces is None or config.pieces.gathers):
         data = _gather(grad.data, config)
         grad = grad._replace(data=data, data_t=transpose(data, split))
     return grad, like(dbias, config.bias) if has_bias else None

@@ -2,9 +2,10 @@
 one before travels. `MeshResource.tpsp_pieces` turns it on.
 
 A layer cuts what its products read, and joins what they write: quantizing, norms, activations, attention and wgrad see
-all tokens at once, and each number of a result has the bits that it has in one product. Pieces are rows of the batch
-where every device has enough of them, for they lie together in memory: products read them where they are, and they
-cross as they are. Of what is left of their number each device cuts its part of the sequence.
+all tokens at once. Where a GEMM adds up in one order for any number of rows, each number of a result has the bits that
+it has in one product. Pieces are rows of the batch, as many as divide the rows that a device has, for they lie together
+in memory: products read them where they are, and they cross as they are. What is left of their number is cut from each
+device's part of the sequence.
 """
 
 from collections.abc import Callable, Sequence
@@ -89,6 +90,8 @@ class TokenPieces(NamedTuple):
         crossing = next((i for i, names in enumerate(lies) if names == (name,)), None)
         if crossing is None:
             return None
+        if 0 in x.shape[:lead]:
+            return None
         cuts, left = [], count
         for axis in (*(i for i in range(lead) if i != crossing), crossing):
             devices = prod(mesh.shape[each] for each in lies[axis])
@@ -96,7 +99,7 @@ class TokenPieces(NamedTuple):
             if x.shape[axis] % devices == 0 and number > 1:
                 cuts.append(AxisPieces(axis, devices, number))
                 left //= number
-        if left > 1:
+        if left > 1 or x.shape[crossing] % mesh.shape[name]:
             asked = f"tpsp_pieces is {count}, which tokens {tuple(x.shape[:lead])} of a dense layer are not divided by"
             way_out = "pass a number that divides rows of the batch, or what each device has of the sequence"
             warn_once("MeshResource", f"{asked}; they are multiplied at once: {way_out}.")

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from te_jax.core.check import did_you_mean
+from te_jax.core.check import NONE, check, did_you_mean, number
 from te_jax.models.config import ModelConfig
 from te_jax.models.patterns import pattern_of, share_keys
 from te_jax.models.sizes import SIZES as SIZES
@@ -287,6 +287,7 @@ def gemma2(size: Size, window: int = 4096, query_scalar: float | None = None) ->
 
     query_scalar: attention divides by its root; None: by the root of the width of a head.
     """
+    check("gemma2", "query_scalar", query_scalar, NONE | number(above=0))
     norms = dict(zero_centered_gamma=True, post_norms=True)
     norms |= {} if query_scalar is None else dict(attn_logit_scale=query_scalar**-0.5)
     config = llama(size, epsilon=1e-6).with_layer(attn_logit_softcap=50.0, mlp_activations=("gelu", "linear"), **norms)

@@ -190,5 +190,9 @@ def gathered_spec(
 
 
 def split_tokens(shard: Sequence[str | None] | None, whole: Sequence[str | None] | None) -> PartitionSpec | None:
-    """The spec of the logical axes `shard` of tokens that lie by `whole` in products; None where `gathered_spec` is."""
+    """The spec of the logical axes `shard` of tokens that lie by `whole` in products; None where `gathered_spec` is,
+    and where nobody asks for pieces of them."""
+    resource = current_mesh_resource()
+    if resource is None or resource.tpsp_pieces == 1:
+        return None
     return None if gathered_spec(shard, whole) is None else resolve_logical_axes(shard)

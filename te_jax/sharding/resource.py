@@ -33,11 +33,13 @@ class MeshResource(KnownFields):
                    rounds its sum once, also where nothing is to be added. Weights of experts, the collection wgrads,
                    the head's loss and what is inside a `jax.shard_map`, whose sums are its own, are as without it.
     tpsp_pieces:   Under sequence parallelism dense layers under a recipe multiply tokens in this many pieces: one
-                   travels while the next is multiplied. Numbers are as without it. 1: all at once, as in layers whose
-                   tokens on a device these do not divide.
+                   travels while the next is multiplied. Numbers are as without it where a GEMM adds up in one order
+                   for any number of rows. 1: all at once, as in layers whose tokens on a device these do not divide
+                   (said once), products out of FP8, projections behind no norm of their own, sequences that cp_resource
+                   divides, too, and inside a `jax.shard_map`.
 
     Raises TypeError for a field of another type, ValueError for an axis that two other fields name, for another dtype
-    and for pieces below 1.
+    for pieces below 1, and for several without tpsp_resource.
     """
 
     dp_resource: str | None = None
@@ -53,6 +55,11 @@ class MeshResource(KnownFields):
     def __post_init__(self) -> None:
         check("MeshResource", "gradient_dtype", self.gradient_dtype, _SUMMED_IN)
         check("MeshResource", "tpsp_pieces", self.tpsp_pieces, integer(1))
+        if self.tpsp_pieces > 1 and self.tpsp_resource is None:
+            raise ValueError(
+                f"MeshResource: tpsp_pieces is {self.tpsp_pieces}, but tpsp_resource None: no tokens cross; name the "
+                "mesh axis of sequence parallelism, or leave tpsp_pieces out."
+            )
         if self.gradient_dtype is not None:  # One value, and one hash, for each of a dtype's names.
             object.__setattr__(self, "gradient_dtype", jnp.dtype(self.gradient_dtype))
         for name, axis in self.axes.items():

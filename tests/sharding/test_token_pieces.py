@@ -15,7 +15,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import recipe
-from te_jax.layers import dense, layernorm_mlp
+from te_jax.layers import dense, layernorm_dense, layernorm_mlp
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import collectives
 
@@ -115,9 +115,45 @@ def test_pieces_are_a_positive_integer():
         te.MeshResource(tpsp_pieces="2")
 
 
-def test_tokens_that_pieces_do_not_divide():
-    mesh, x, w = mesh_of("auto"), jnp.zeros((8, 4, 32), jnp.bfloat16), jnp.zeros((32, 64), jnp.bfloat16)
-    layer = lambda x: dense(x, w, recipe=recipe.Float8CurrentScaling(), tokens=P("tp"))
-    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(tpsp_resource="tp", tpsp_pieces=3)):
-        with pytest.warns(UserWarning, match=r"tpsp_pieces is 3, which tokens \(8, 4\) .* multiplied at once"):
-            jax.eval_shape(layer, x)
+CURRENT = recipe.Float8CurrentScaling()
+
+
+def gradients(call, *operands):
+    return jax.jit(jax.grad(lambda *a: jnp.sum(call(*a).astype(jnp.float32)), (0, 1))).lower(*operands)
+
+
+@pytest.mark.parametrize("pieces, rows, tokens", [(3, 8, 4), (2, 4, 9)])
+def test_tokens_that_are_not_divided(pieces, rows, tokens):
+    """By the pieces, and by tensor parallelism."""
+    x, w, gamma = (jnp.zeros(shape, jnp.bfloat16) for shape in ((rows, tokens, 32), (32, 64), (32,)))
+    layer = lambda x, w: layernorm_dense(x, w, gamma, None, norm="rmsnorm", recipe=CURRENT, tokens=P("dp", "tp"))[0]
+    resource = te.MeshResource(dp_resource="dp", tpsp_resource="tp", tpsp_pieces=pieces)
+    with jax.set_mesh(mesh_of("auto")), te.sharding.global_shard_guard(resource):
+        text = rf"tpsp_pieces is {pieces}, which tokens \({rows}, {tokens}\) .* multiplied at once"
+        with pytest.warns(UserWarning, match=text):
+            gradients(layer, x, w)
+
+
+def test_no_tokens():
+    x, w = jnp.zeros((4, 0, 32), jnp.bfloat16), jnp.zeros((32, 64), jnp.bfloat16)
+    with jax.set_mesh(mesh_of("auto")), te.sharding.global_shard_guard(resources()[1]):
+        gradients(lambda x, w: dense(x, w, recipe=CURRENT, tokens=P("dp", "tp")), x, w)
+
+
+def test_whole_features_of_split_kernels():
+    """On an Explicit mesh: x's tokens are gathered, and y's gradient, too, but not in pieces."""
+    mesh = mesh_of("explicit")
+    draw = lambda seed, shape, *spec: jax.device_put(
+        jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16), NamedSharding(mesh, P(*spec))
+    )
+    x, w, out = draw(0, (4, 8, 32), "dp", "tp"), draw(1, (32, 64), None, "tp"), draw(2, (4, 8, 64), "dp")
+    results = []
+    for resource in resources():
+        with jax.set_mesh(mesh), te.sharding.global_shard_guard(resource):
+            results.append(gradients(lambda x, w: dense(x, w, out=out, recipe=CURRENT), x, w).compile()(x, w))
+    check_same_bits(*results)
+
+
+def test_pieces_need_an_axis():
+    with pytest.raises(ValueError, match="MeshResource: tpsp_pieces is 2, but tpsp_resource None"):
+        te.MeshResource(dp_resource="dp", tpsp_pieces=2)
