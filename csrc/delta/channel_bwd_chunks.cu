@@ -259,14 +259,16 @@ struct ChannelGradients : ChannelBands<kRuns> {
 
   // A gate is of all that goes past its token: from tokens before it, or the state, to it and later ones, or
   // the state behind the chunk. Of two tokens that is what is summed to the later less what is summed from
-  // the earlier. A thread has 16 tokens of a channel.
+  // the earlier. Later runs are left out: their sums are 0 but for roundings. A thread has 16 tokens of a
+  // channel.
   __device__ __forceinline__ void WriteGates() {
     const int channel = threadIdx.x % kPart, quarter = threadIdx.x / kPart, first = quarter * kBand;
     float behind = 0, before = 0;
 #pragma unroll
     for (int i = 0; i < kBand; ++i) {
       const int at = (first + i) * OfSums::kPitch + channel;
-      behind += s.ends.ends[at], before += s.ends.leaves[at];
+      if (s.runs.AreOne(first, first + i)) behind += s.ends.ends[at];
+      before += s.ends.leaves[at];
     }
     s.parts[0][quarter][channel] = behind, s.parts[1][quarter][channel] = before;
     __syncthreads();
@@ -277,12 +279,15 @@ struct ChannelGradients : ChannelBands<kRuns> {
 #pragma unroll
       for (int i = 0; i < kQuarters; ++i) {
         product += s.products[i][channel];
-        if (i > quarter) behind += s.parts[0][i][channel];
+        if (i > quarter && s.runs.AreOne(first + kBand - 1, i * kBand)) behind += s.parts[0][i][channel];
         if (i < quarter) before += s.parts[1][i][channel];
       }
       const float through = Weighed(Weights().keeps[of_all], product);
 #pragma unroll
-      for (int i = kBand; i-- > 0;) sums[i] = behind += s.ends.ends[(first + i) * OfSums::kPitch + channel];
+      for (int i = kBand; i-- > 0;) {
+        if (i + 1 < kBand && !s.runs.AreOne(first + i, first + i + 1)) behind = 0;
+        sums[i] = behind += s.ends.ends[(first + i) * OfSums::kPitch + channel];
+      }
 #pragma unroll
       for (int i = 0; i < kBand; ++i) {
         const int64_t at = (OfHead() + int64_t(first + i) * a.of.h) * a.of.d + of_all;

@@ -97,6 +97,19 @@ def test_more_walks_than_multiprocessors(rng, request, by_channel):
     check(rng, 300, 12, 12, 128, 72, (), by_channel=by_channel, errors=errors)
 
 
+def test_gates_of_a_run_without_a_loss(rng):
+    """Their gradients are 0, whatever those of the next run in the chunk: with gates of channels these are sums of
+    what is rounded."""
+    s, h, d, cut = 64, 1, 16, 24
+    given, (dy, _), _ = oracle.rows_of(rng, s, h, h, d, d, True, bf16, count=3)
+    given.pop("initial_state")
+    ids, dy = np.broadcast_to(np.arange(s) >= cut, (3, s)).astype(np.int32), dy * (np.arange(s) >= cut)[:, None, None]
+    _, pull = jax.vjp(lambda gate: gated_delta(**given | dict(gate=gate), segments=ids), given["gate"])
+    (dgate,) = jax.device_get(jax.jit(pull)(dy.astype(bf16)))
+    assert (dgate[:, :cut] == 0).all()
+    assert dgate[:, cut:].any()
+
+
 def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
     """Two rows and two blocks of 512 tokens: a slab is cut short by the rows, and one by the tokens."""
     h, d, e = 1, 8, 8
