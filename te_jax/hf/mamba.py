@@ -88,7 +88,7 @@ def _mamba_rules(path: str, name: str, norm: str, ssm: Mapping[str, Any]) -> lis
     as_it_is = lambda parts: rules.parted([*parts.values()])
     joined = {
         "in_proj.weight": cut("/kernel", widths, rules.parted([*widths.values()], jnp.transpose, jnp.transpose)),
-        "conv1d.weight": cut("_conv_kernel", taps, rules.of_taps([*taps.values()])),
+        "conv1d.weight": cut("_conv_kernel", taps, rules.parted_taps([*taps.values()])),
     }
     joined |= {"in_proj.bias": cut("/bias", widths, as_it_is(widths))} if ssm["use_bias"] else {}
     joined |= {"conv1d.bias": cut("_conv_bias", taps, as_it_is(taps))} if ssm["use_conv_bias"] else {}

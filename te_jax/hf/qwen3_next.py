@@ -135,7 +135,7 @@ def _mixers_of_qwen(c: ModelConfig, projections: Callable[..., list[TensorRule]]
     """Embedding, head, last norm, and the mixers of all layers with the norms in front of them."""
     path, name, delta, stack = f"{LAYER}/delta", "model.layers.{i}.linear_attn", delta_of(c), "layers"
     widths = _widths_of_convs(delta)
-    taps = rules.of_taps((*widths.values(),))
+    taps = rules.parted_taps((*widths.values(),))
     made = rules.norm_rules(f"{path}/q", "model.layers.{i}.input_layernorm", False, stack)
     made += projections(path, name, delta)
     made.append(

@@ -112,7 +112,7 @@ def query_and_kv(queries: int) -> Recast:
     )
 
 
-def of_taps(sizes: Sequence[int]) -> Recast:
+def parted_taps(sizes: Sequence[int]) -> Recast:
     """The kernels [taps, channels] of causal convolutions in one tensor [channels, 1, taps]."""
     return parted(sizes, _taps_first, _taps_last)
 
