@@ -25,8 +25,8 @@ void Run(const HopperGradArgs& given, const Sizes& n) {
                   [&] { te_ssd_bwd_states_hopper<kN, kRuns>(given); });
   cluster::Launch(dim3(a.g * a.parts, chunks, a.slab.rows), 1, kHopperThreads,
                   sizeof(HopperGradShared<kN, kRuns>), [&] { te_ssd_bwd_chunks_hopper<kN, kRuns>(given); });
-  Launch(dim3(SumCtas(a) + StepCtas(a), a.slab.rows), kThreads, 0,
-         [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
+  cluster::Launch(dim3(SumCtas(a) + StepCtas(a), a.slab.rows), 1, kThreads, 0,
+                  [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
 }
 
 template <typename T>

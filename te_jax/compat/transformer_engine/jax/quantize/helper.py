@@ -51,7 +51,7 @@ def autocast(
 
 
 def _warn_without_mesh(resource: MeshResource | None) -> None:
-    axes = [axis for axis in vars(resource).values() if axis] if isinstance(resource, MeshResource) else []
+    axes = [axis for axis in resource.axes.values() if axis] if isinstance(resource, MeshResource) else []
     if axes and not is_mesh_available() and jax.device_count() > 1:
         warn_once(
             "autocast",
