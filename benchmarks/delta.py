@@ -41,7 +41,7 @@ class Rule:
 
     @property
     def gates(self) -> int:
-        """Of a head."""
+        """How many a head has."""
         return self.d if self.by_channel else 1
 
     @property

@@ -11,7 +11,7 @@ namespace {
 
 // Divides the workspace: the chunks of a slab, the gradient to the state between slabs, unless that is a
 // result, states and gradients of its chunks, what its tokens write and the gradients to what they would
-// write alone.
+// write without each other.
 Status Divide(const char* op, const ChannelResults& out, const DeltaCall& call, ChannelGradArgs* a,
               void** chunks) {
   int64_t used = 0;

@@ -4,6 +4,7 @@
 // each.
 #pragma once
 
+#include "base/device.h"
 #include "base/ptx.cuh"
 #include "gemm/gemm_grouped_tiles.cuh"
 #include "gemm/gemm_grouped_write.cuh"
@@ -382,9 +383,8 @@ Status Launch(cudaStream_t stream, const KernelArgs& args) {
   constexpr int kStep = Consumer<kFactors, kSums, kLayout, P>::kStep;
   static_assert(sizeof(Shared) <= 227 * 1024);
   TE_CUDA(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, sizeof(Shared)));
-  int device, multiprocessors;
-  TE_CUDA(cudaGetDevice(&device));
-  TE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  int multiprocessors = 0;
+  TE_TRY(Multiprocessors(&multiprocessors));
   const int ctas = multiprocessors / P::kCluster * P::kCluster;
   KernelArgs given = args;
   const Problem& p = args.p;

@@ -30,9 +30,8 @@ Status HasOwn(const GemmKey& key, bool* has) {
   if (!taken) return {};
   TE_TRY(IsHopper(has));
   if (!*has) return {};
-  int device = 0, multiprocessors = 0;
-  TE_CUDA(cudaGetDevice(&device));
-  TE_CUDA(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  int multiprocessors = 0;
+  TE_TRY(Multiprocessors(&multiprocessors));
   // Tiles of 128 x 256: a last round of few of them leaves most of the GPU idle, where cuBLASLt has others.
   const int64_t tiles = CeilDiv(key.m, 128) * CeilDiv(key.n, 256), rounds = CeilDiv(tiles, multiprocessors);
   *has = tiles * 100 >= rounds * multiprocessors * 93;

@@ -99,7 +99,7 @@ def test_against_plain_jax(name):
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_multipliers_of_a_model(tied):
-    """Of embeddings and of what the head reads: logits and the gradients of tables and the last norm."""
+    """Embeddings and what the head reads are scaled: logits and the gradients of tables and the last norm."""
     fields = {name: value for name, value in FIELDS.items() if name != "hidden_size"}
     scales = dict(embedding_scale=12.0, output_scale=0.125)
     model = CausalLM(ModelConfig(7, 1, H, fields, tie_embeddings=tied, **scales), dtype=jnp.float32)

@@ -63,6 +63,14 @@ T* ReadArray(size_t* bytes = nullptr) {
   return static_cast<T*>(data);
 }
 
+// An array with what shows that nothing was written.
+template <typename T>
+T* Fresh(size_t count) {
+  T* data = static_cast<T*>(std::aligned_alloc(256, (count * sizeof(T) + 255) / 256 * 256));
+  std::memset(static_cast<void*>(data), 0xff, count * sizeof(T));
+  return data;
+}
+
 // An mbarrier: a phase ends with its last arrival and the last byte that it expects.
 struct Barrier {
   int arrivals = 0, missing = 0;

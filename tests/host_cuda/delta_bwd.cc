@@ -48,13 +48,6 @@ void Run(const GradArgs& a, const Sizes& n) {
                   [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
 }
 
-template <typename T>
-T* Fresh(size_t count) {  // with what shows that nothing was written
-  T* data = static_cast<T*>(std::aligned_alloc(256, (count * sizeof(T) + 255) / 256 * 256));
-  std::memset(static_cast<void*>(data), 0xff, count * sizeof(T));
-  return data;
-}
-
 }  // namespace
 
 int main() {
@@ -62,7 +55,7 @@ int main() {
   cluster::Read(&n, sizeof(n));
   GradArgs a{};
   WalkArgs& again = a.again;
-  using cluster::ReadArray;
+  using cluster::ReadArray, cluster::Fresh;
   again.s = n.s, again.h = n.h, again.g = n.g, again.d = n.d, again.e = n.e;
   again.q = ReadArray<Bf16>(), again.k = ReadArray<Bf16>(), again.v = ReadArray<Bf16>();
   again.chunks = ReadArray<Chunk>();

@@ -29,13 +29,6 @@ void Run(const HopperGradArgs& given, const Sizes& n) {
                   [&] { te_ssd_bwd_ends<kRuns>(a, SumCtas(a)); });
 }
 
-template <typename T>
-T* Fresh(size_t count) {  // with what shows that nothing was written
-  T* data = static_cast<T*>(std::aligned_alloc(256, (count * sizeof(T) + 255) / 256 * 256));
-  std::memset(static_cast<void*>(data), 0xff, count * sizeof(T));
-  return data;
-}
-
 }  // namespace
 
 int main() {
@@ -47,7 +40,7 @@ int main() {
   a.steps.least = 0.001f, a.steps.most = 45.f;
   a.slab = {n.slab_rows, n.slab_tokens, 0, 0, n.slab_heads};
   a.parts = (n.h / n.g + n.slab_heads - 1) / n.slab_heads;
-  using cluster::ReadArray;
+  using cluster::ReadArray, cluster::Fresh;
   a.dy = ReadArray<Bf16>(), a.x = ReadArray<Bf16>(), a.B = ReadArray<Bf16>(), a.C = ReadArray<Bf16>();
   a.steps.dt = ReadArray<float>(), a.steps.dt_bias = ReadArray<float>(), a.steps.A = ReadArray<float>();
   a.of_chunks = ReadArray<Steps>(), a.D = ReadArray<float>(), a.kept = ReadArray<float>();
