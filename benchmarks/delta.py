@@ -33,11 +33,13 @@ class Rule:
     heads: int
     d: int = 128
     by_channel: bool = False  # whether each channel of keys has a gate
+    run: int = 0  # tokens of each of the sequences that a row packs; 0: it is one
 
     @property
     def name(self) -> str:
         rule = "KDA" if self.by_channel else "gated delta"
-        return f"{rule} b{self.batch} s{self.seq} g{self.groups} h{self.heads} d{self.d}"
+        packed = f" of {self.run}" if self.run else ""
+        return f"{rule} b{self.batch} s{self.seq}{packed} g{self.groups} h{self.heads} d{self.d}"
 
     @property
     def gates(self) -> int:
@@ -74,15 +76,20 @@ class Rule:
         beta, gate = normal(3, (b, s, h)), normal(4, of_gate, jnp.float32)
         return q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(gate - 3)
 
+    def segments(self) -> jax.Array | None:
+        ids = jnp.arange(self.seq, dtype=jnp.int32) // (self.run or self.seq)
+        return jnp.broadcast_to(ids, (self.batch, self.seq)) if self.run else None
+
     def build(self, backward: bool) -> Call:
         if not backward:
-            return compiled(rule, [self.operands()])
+            return compiled(rule, [(*self.operands(), self.segments())])
 
-        def both(operands, dy):
-            y, pull = jax.vjp(rule, *operands)
+        def both(operands, segments, dy):
+            y, pull = jax.vjp(lambda *operands: rule(*operands, segments), *operands)
             return y, pull(dy)
 
-        return compiled(both, [(self.operands(), normal(5, (self.batch, self.seq, self.heads, self.d)))])
+        dy = normal(5, (self.batch, self.seq, self.heads, self.d))
+        return compiled(both, [(self.operands(), self.segments(), dy)])
 
     def cases(self, peers: bool) -> Iterator[Case]:
         """peers: with those that they have."""
@@ -91,14 +98,14 @@ class Rule:
             work = dict(flops=self.flops(backward), bytes=self.bytes(backward), suite="delta")
             others = PEERS if peers else {}
             yield Case(name, TE, partial(self.build, backward), beside=tuple(others), **work)
-            asked = dict(shape=self.shape, backward=backward, by_channel=self.by_channel)
+            asked = dict(shape=self.shape, backward=backward, by_channel=self.by_channel, run=self.run)
             for impl, graph in others.items():
                 more = dict(figures=partial(_peak_of_fla, asked)) if backward and not graph else {}
                 yield Case(name, impl, measure=partial(_fla, graph, asked), **work, **more)
 
 
-def rule(q, k, v, beta, gate):
-    return gated_delta(q, k, v, beta, gate, normalize=True)
+def rule(q, k, v, beta, gate, segments=None):
+    return gated_delta(q, k, v, beta, gate, normalize=True, segments=segments)
 
 
 def _fla(graph: bool, asked: dict, calls: int, repeat: int) -> list[float]:
@@ -111,10 +118,17 @@ def _peak_of_fla(asked: dict, ms: float) -> dict:
 
 def rules(tiny: bool) -> list[Rule]:
     if tiny:
-        return [Rule(1, 96, 1, 2, 16), Rule(2, 64, 2, 2, 16), Rule(1, 80, 2, 2, 16, by_channel=True)]
-    sizes = [(1, 8192, 16, 32), (1, 32768, 16, 32), (4, 8192, 16, 32), (1, 8192, 64, 64)]
+        one, by_channel = Rule(1, 96, 1, 2, 16), Rule(1, 80, 2, 2, 16, by_channel=True)
+        return [one, Rule(2, 64, 2, 2, 16, run=16), by_channel]
+    sizes = [(1, 8192, 16, 32), (1, 32768, 16, 32), (1, 262144, 16, 32), (4, 8192, 16, 32), (1, 8192, 64, 64)]
+    fla = [(1, 8192, 96, 96), (2, 16384, 16, 16), (4, 2048, 16, 16), (4, 4096, 64, 64), (8, 1024, 8, 8, 64)]
     by_channel = [(1, 8192, 32, 32), (1, 8192, 96, 96), (4, 4096, 64, 64)]  # Kimi Linear's, and two of fla's
-    return [*(Rule(*size) for size in sizes), *(Rule(*size, by_channel=True) for size in by_channel)]
+    packed = Rule(1, 32768, 16, 32, run=1024)
+    one_gate = [
+        *(Rule(*size) for size in (*sizes, *fla)),
+        packed,
+    ]  # fla's own sizes but one: its keys have 256 channels
+    return [*one_gate, *(Rule(*size, by_channel=True) for size in by_channel)]
 
 
 def cases(tiny: bool) -> Iterator[Case]:

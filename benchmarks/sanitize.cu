@@ -107,10 +107,9 @@ void Delta(const Sizes& of, bool by_channel = false) {
         LaunchGatedDeltaFwd(nullptr, q, k, v, beta, gate, runs, initial, Written(BF16, {rows, s, h, p}),
                             Written(F32, {rows, h, n, p}), states, Written(U8, {of_chunks}), 0.1, true,
                             shared));
-  const int64_t of_part = by_channel ? slab_rows * slab_tokens / 64 * h * of_chunk : of_chunks;
+  const int64_t of_part = slab_rows * slab_tokens / 64 * h * of_chunk;
   const int64_t exchanged = Padded(2 * of_slab / 64 * n) + Padded(2 * of_slab);
-  const bool two = !by_channel && (slab_rows < rows || slab_tokens < s);
-  const int64_t bytes = Padded(of_part) + (two ? 2 : 1) * exchanged;
+  const int64_t bytes = Padded(of_part) + exchanged;
   Check("te_gated_delta_bwd",
         LaunchGatedDeltaBwd(nullptr, dy, dlast, q, k, v, beta, gate, runs, Arg{states},
                             Written(BF16, {rows, s, g, n}), Written(BF16, {rows, s, g, n}),

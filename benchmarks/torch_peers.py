@@ -58,7 +58,9 @@ def peak_of_scan(**sizes) -> int:
 def measure_delta(calls: int, graph: bool, **sizes) -> float:
     """ms per call of fla's `chunk_gated_delta_rule`, or `chunk_kda`, likewise, with keys and queries of length 1.
 
-    shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d]. by_channel: whether each channel of keys has a gate.
+    shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d]; b is 1 where rows are packed.
+    by_channel: whether each channel of keys has a gate.
+    run: tokens of each sequence that a row packs, which divide s; 0: it is one.
     """
     return _ask("delta", calls, graph=graph, **sizes)["ms"]
 
@@ -136,7 +138,7 @@ def _scan(torch, shape, backward, graph):
     return _graph(torch, run) if graph else run
 
 
-def _delta(torch, shape, backward, by_channel, graph):
+def _delta(torch, shape, backward, by_channel, run, graph):
     if by_channel:
         from fla.ops.kda import chunk_kda as rule
     else:
@@ -151,12 +153,13 @@ def _delta(torch, shape, backward, by_channel, graph):
     operands = normal(b, s, g, d), normal(b, s, g, d), normal(b, s, h, d), gate, normal(b, s, h).sigmoid()
     operands = [a.requires_grad_(backward) for a in operands]
     dy = normal(b, s, h, d) if backward else None
+    ends = torch.arange(0, s + 1, run, device="cuda") if run else None
 
     def forward():
-        return rule(*operands, use_qk_l2norm_in_kernel=True)[0]
+        return rule(*operands, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)[0]
 
-    run = (lambda: torch.autograd.grad(forward(), operands, dy)) if backward else forward
-    return _graph(torch, run) if graph else run
+    call = (lambda: torch.autograd.grad(forward(), operands, dy)) if backward else forward
+    return _graph(torch, call) if graph else call
 
 
 def _graph(torch, run):

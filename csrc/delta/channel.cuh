@@ -38,15 +38,7 @@ constexpr int64_t ChannelBytes(int64_t d) {
   return d <= 64 ? sizeof(ChannelChunk<64>) : sizeof(ChannelChunk<128>);
 }
 
-// The rows and chunks of a call that an array of chunks [rows, chunks, h] has.
-struct ChannelPart {
-  int first_row, rows, first_chunk, chunks;
-
-  __device__ __forceinline__ int64_t At(int64_t row, int chunk, int head, int heads) const {
-    return ((row - first_row) * chunks + chunk - first_chunk) * heads + head;
-  }
-};
 // a.gate [rows, s, h, d]; chunks, of ChannelBytes(a.d): those behind the last token stay as they are.
-Status LaunchChannelChunks(cudaStream_t stream, const ChunkArgs& a, const ChannelPart& part, void* chunks);
+Status LaunchChannelChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, void* chunks);
 
 }  // namespace te::delta

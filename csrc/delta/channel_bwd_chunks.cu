@@ -5,8 +5,8 @@
 
 #include "base/check.h"
 #include "base/launch.h"
-#include "delta/channel_bwd.cuh"
 #include "delta/channel_bwd_bands.cuh"
+#include "delta/delta_bwd.cuh"
 
 namespace te::delta {
 namespace {
@@ -19,7 +19,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
   static constexpr int kParts = kD / kPart;
   using Columns = float[kSide / 8][4];  // [kBand, kSide]
   using Scores = float[4][4];           // [kBand, 2 * 16]
-  const ChannelGradArgs& a;
+  const GradArgs& a;
   const int64_t row;
   const int chunk, group;
   Columns dq, dk;  // of a part's channels, of all heads; but for lengths
@@ -384,8 +384,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
 };
 
 template <int kD, bool kRuns>
-__global__ void __launch_bounds__(kGradThreads, 2)
-    te_gated_delta_channel_bwd_chunks(const ChannelGradArgs a) {
+__global__ void __launch_bounds__(kGradThreads, 2) te_gated_delta_channel_bwd_chunks(const GradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChannelGradShared<kRuns>*>(memory);
   LetNextStart();
@@ -396,19 +395,18 @@ __global__ void __launch_bounds__(kGradThreads, 2)
 }
 
 template <int kD, bool kRuns>
-Status Run(cudaStream_t stream, const ChannelGradArgs& a, bool early) {
+Status Run(cudaStream_t stream, const GradArgs& a, bool early) {
   const auto kernel = te_gated_delta_channel_bwd_chunks<kD, kRuns>;
   constexpr size_t kBytes = sizeof(ChannelGradShared<kRuns>);
   static_assert(kBytes <= 99 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const int64_t there = std::min<int64_t>(a.part.chunks, CeilDiv(a.of.s, kChunk) - a.part.first_chunk);
-  const dim3 grid(a.of.g, unsigned(there), a.part.rows);
+  const dim3 grid(a.of.g, a.part.There(a.of.s), a.part.rows);
   return LaunchBehind(stream, early, kernel, grid, kGradThreads, kBytes, a);
 }
 
 }  // namespace
 
-Status RunChannelGradients(cudaStream_t stream, const ChannelGradArgs& a, bool early) {
+Status RunChannelGradients(cudaStream_t stream, const GradArgs& a, bool early) {
   return ssm::DispatchStates(a.of.d, a.of.runs,
                              [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, early); });
 }

@@ -258,7 +258,7 @@ struct OfChannels {
 
 template <int kD, bool kRuns>
 __global__ void __launch_bounds__(kThreads, 3)
-    te_gated_delta_channel_chunks(const ChunkArgs a, const ChannelPart part, ChannelChunk<kD>* chunks) {
+    te_gated_delta_channel_chunks(const ChunkArgs a, const ChunkPart part, ChannelChunk<kD>* chunks) {
   LetNextStart();
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChannelShared<kD, kRuns>*>(memory);
@@ -269,21 +269,20 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 template <int kD, bool kRuns>
-Status Run(cudaStream_t stream, const ChunkArgs& a, const ChannelPart& part, void* chunks) {
+Status Run(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, void* chunks) {
   const auto kernel = te_gated_delta_channel_chunks<kD, kRuns>;
   constexpr size_t kBytes = sizeof(ChannelShared<kD, kRuns>);
   static_assert(3 * (kBytes + 1024) <= 228 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const auto of_channels = static_cast<ChannelChunk<kD>*>(chunks);
-  const int64_t there = std::min<int64_t>(part.chunks, CeilDiv(a.s, kChunk) - part.first_chunk);
-  const dim3 grid(unsigned(there * a.h), unsigned(part.rows));
+  const dim3 grid(unsigned(part.There(a.s) * a.h), unsigned(part.rows));
   kernel<<<grid, kThreads, kBytes, stream>>>(a, part, of_channels);
   TE_LAUNCHED();
 }
 
 }  // namespace
 
-Status LaunchChannelChunks(cudaStream_t stream, const ChunkArgs& a, const ChannelPart& part, void* chunks) {
+Status LaunchChannelChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, void* chunks) {
   return ssm::DispatchStates(a.d, a.runs,
                              [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, part, chunks); });
 }

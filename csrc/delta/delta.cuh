@@ -51,7 +51,20 @@ struct ChunkArgs {
   float scale;
   bool normalize;
 };
-// chunks [rows, ceil(s / kChunk), h]
-Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, int64_t rows, Chunk* chunks);
+// The rows and chunks of a call that an array of chunks [rows, chunks, h] has.
+struct ChunkPart {
+  int first_row, rows, first_chunk, chunks;
+
+  __device__ __forceinline__ int64_t At(int64_t row, int chunk, int head, int heads) const {
+    return ((row - first_row) * chunks + chunk - first_chunk) * heads + head;
+  }
+  // How many of the chunks have one of a row's s tokens.
+  __host__ __device__ __forceinline__ int There(int s) const {
+    const int behind = (s + kChunk - 1) / kChunk - first_chunk;
+    return behind < chunks ? behind : chunks;
+  }
+};
+// chunks: those behind the last token stay as they are.
+Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks);
 
 }  // namespace te::delta

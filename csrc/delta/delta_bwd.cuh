@@ -5,51 +5,39 @@
 
 namespace te::delta {
 
-struct Slab {
-  int rows, tokens;  // of a slab, the tokens a multiple of kKept, or of kChunk and all
-  int first_row, first_token;
-
-  __device__ __forceinline__ int Chunks() const { return tokens / kChunk; }
-};
-
+// Of a slab of rows and chunks, in its arrays those of the slab.
 struct GradArgs {
   // Of the walk that makes states again, and of the one back, whose values are dy.
   WalkArgs again, back;
-  Slab slab;
+  ChunkArgs of;
+  ChunkPart part;      // what the slab has: kKept tokens or a multiple, or all
   const float* kept;   // [rows, ceil(s / kKept), h, d, e]
   const float* after;  // [rows, h, d, e], or nullptr: the gradient to the state behind the slab's tokens,
   float* before;       // and before them
   Bf16 *states, *gradients;  // [slab rows, chunks, h, e, d]: of the state before a chunk, and behind it
   Bf16 *written, *gradients_written;  // [slab rows, tokens, h, e]: what tokens write, W, and inverse^T dW
-  const int* runs;                    // [rows, s], or nullptr
-  float scale;
-  Bf16 *dq, *dk, *dv;    // as q, k, v
-  float *dbeta, *dgate;  // [rows, s, h]
-  bool normalize;
+  Bf16 *dq, *dk, *dv;                 // as q, k, v
+  float *dbeta, *dgate;               // as beta and gate
 
-  __device__ __forceinline__ int64_t State(int row, int chunk, int head) const {
-    return ((int64_t(row) * slab.Chunks() + chunk) * again.h + head) * again.e * again.d;
+  __device__ __forceinline__ int64_t State(int64_t row, int chunk, int head) const {
+    return part.At(row, chunk, head, of.h) * again.e * of.d;
   }
-  // Of `written`; the token is of the slab.
-  __device__ __forceinline__ int64_t Written(int row, int token, int head, int first) const {
-    return ((int64_t(row) * slab.tokens + token) * again.h + head) * again.e + first;
+  // Of `written`: a chunk's first token.
+  __device__ __forceinline__ int64_t Written(int64_t row, int chunk, int head, int first) const {
+    const int64_t token = ((row - part.first_row) * part.chunks + chunk - part.first_chunk) * kChunk;
+    return (token * of.h + head) * again.e + first;
   }
 };
 
-// The kernels of a slab: the walks and then all chunks.
+// The walks of a slab, with a gate for each head or channel; on Hopper they start before the kernel ahead is
+// over.
 Status RunGradWalks(cudaStream_t stream, const GradArgs& a);
-Status RunGradChunks(cudaStream_t stream, const GradArgs& a);
-
-// The same on Hopper, where they start before the kernel ahead is over. `overlaps`: of the slab before that
-// whose walks are the kernel ahead, all of which have begun: who begins awaits the end of what came before
-// it, so the slab's own walks are over. In turn the chunks end when the walks ahead have ended.
-struct HopperGradCall {
-  int64_t rows;  // of all slabs
-  bool overlaps;
-};
 Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a);
-// Whether an eighth of the SMs or more have none of the walks of a slab.
-Status GradWalksLeaveRoom(const GradArgs& a, bool* room);
-Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, const HopperGradCall& call);
+
+// All chunks of a slab behind its walks; on Hopper with the `rows` of all slabs. Where channels have gates:
+// `early` if it starts before the walks are over.
+Status RunGradChunks(cudaStream_t stream, const GradArgs& a);
+Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows);
+Status RunChannelGradients(cudaStream_t stream, const GradArgs& a, bool early);
 
 }  // namespace te::delta

@@ -43,7 +43,8 @@ struct Gradients {
   using Scores = float[4][4];           // [kBand, 2 * 16]
   const GradArgs& a;
   GradShared<kD, kStages, kRuns>& s;
-  const int row, chunk, group;  // of the slab
+  const int64_t row;
+  const int chunk, group;
   Columns dq = {}, dk = {};
   // Products of keys, and of queries and keys; the gradients to those that a token's key and query have, of
   // all heads.
@@ -61,14 +62,13 @@ struct Gradients {
   __device__ __forceinline__ int Heads() const { return Of().h / Of().g; }
   __device__ __forceinline__ int Head(int unit) const { return group * Heads() + unit / Tiles(); }
   __device__ __forceinline__ int First(int unit) const { return unit % Tiles() * kSlab; }
-  __device__ __forceinline__ int64_t Row() const { return a.slab.first_row + row; }
-  __device__ __forceinline__ int Token() const { return a.slab.first_token + chunk * kChunk; }
+  __device__ __forceinline__ int Token() const { return chunk * kChunk; }
   __device__ __forceinline__ int Rows() const { return Of().s - Token(); }
   __device__ __forceinline__ int64_t ValuesAt(int head, int first) const {
-    return ((Row() * Of().s + Token()) * Of().h + head) * Of().e + first;
+    return ((row * Of().s + Token()) * Of().h + head) * Of().e + first;
   }
   __device__ __forceinline__ int64_t Keys() const {
-    return ((Row() * Of().s + Token()) * Of().g + group) * Of().d;
+    return ((row * Of().s + Token()) * Of().g + group) * Of().d;
   }
 
   __device__ __forceinline__ void Fetch(int i) {
@@ -76,15 +76,14 @@ struct Gradients {
       auto& unit = s.units[i % kStages];
       const int head = Head(i), first = First(i), values = Of().e - first;
       const int64_t state = a.State(row, chunk, head) + int64_t(first) * Of().d;
-      const int64_t written = a.Written(row, chunk * kChunk, head, first);
+      const int64_t written = a.Written(row, chunk, head, first);
       const int64_t stride = int64_t(Of().h) * Of().e;
       unit.dy.Fetch(a.back.v + ValuesAt(head, first), stride, Rows(), values);
       unit.written.Fetch(a.written + written, stride, Rows(), values);
       unit.gradient_written.Fetch(a.gradients_written + written, stride, Rows(), values);
       unit.state.Fetch(a.states + state, Of().d, values, Of().d);
       unit.gradient.Fetch(a.gradients + state, Of().d, values, Of().d);
-      const Chunk& of =
-          Of().chunks[(Row() * ((Of().s + kChunk - 1) / kChunk) + Token() / kChunk) * Of().h + head];
+      const Chunk& of = Of().chunks[Of().part.At(row, chunk, head, Of().h)];
       if (threadIdx.x < unit.kPieces)
         PrefetchOrZero16(reinterpret_cast<uint4*>(&unit.weights) + threadIdx.x,
                          reinterpret_cast<const uint4*>(&of.weights) + threadIdx.x, true);
@@ -95,7 +94,7 @@ struct Gradients {
   __device__ __forceinline__ void Run() {
     const int64_t stride = int64_t(Of().g) * Of().d;
     s.q.Fetch(Of().q + Keys(), stride, Rows(), Of().d), s.k.Fetch(Of().k + Keys(), stride, Rows(), Of().d);
-    s.runs.Set(RunsOf(), Row(), Token());
+    s.runs.Set(a.of, row, Token());
     Fetch(0);
     WaitForPrefetch<0>();
     __syncthreads();
@@ -121,12 +120,6 @@ struct Gradients {
     }
     Finish();
   }
-  struct RunArgs {
-    const int* runs;
-    int s;
-  };
-  __device__ __forceinline__ RunArgs RunsOf() const { return {a.runs, Of().s}; }
-
   // Of the warp's tokens in `left` and those `From(i)` on in `right`, [kBand, 16], both along kColumns.
   template <int kColumns>
   __device__ __forceinline__ static void MultiplyTokens(Tokens<kColumns>& left, Tokens<kColumns>& right,
@@ -201,7 +194,7 @@ struct Gradients {
     const float2 sums = LoadTwo(pairs.sums + first), lengths = LoadTwo(pairs.of_keys + first);
     const float sum = pairs.sums[line], beta = unit.weights.betas[line];
     const float weights[2] = {Exp2(sum - sums.x) * lengths.x, Exp2(sum - sums.y) * lengths.y};
-    const float of_query = a.scale * pairs.of_queries[line], of_key = pairs.of_keys[line];
+    const float of_query = a.of.scale * pairs.of_queries[line], of_key = pairs.of_keys[line];
 #pragma unroll
     for (int side = 0; side < 2; ++side) {
       const int column = first + side, j = 2 * half + side;
@@ -314,7 +307,7 @@ struct Gradients {
 
   __device__ __forceinline__ void FinishHead(int i) {
     const auto& unit = s.units[i % kStages];
-    const int64_t at = (Row() * Of().s + Token()) * Of().h + Head(i);
+    const int64_t at = (row * Of().s + Token()) * Of().h + Head(i);
     const int token = threadIdx.x / 4;
     const float of_v = WarpSum<4>(along);
     if (threadIdx.x % 4 == 0 && token < Rows())
@@ -344,7 +337,7 @@ struct Gradients {
         Add(dk, s.of_pairs[1], true, k, s.k);
       }
     }
-    if (a.normalize) {
+    if (a.of.normalize) {
       Along(s.q, dq, s.sums.reads), Along(s.k, dk, s.sums.says);
       __syncthreads();
     }
@@ -393,7 +386,7 @@ struct Gradients {
       const int token = Band() + ssm::RowOf(2 * half);
       if (token >= Rows()) continue;
       const float less =
-          a.normalize ? lengths[token] * lengths[token] * (sums[0][token] + sums[1][token]) : 0.f;
+          a.of.normalize ? lengths[token] * lengths[token] * (sums[0][token] + sums[1][token]) : 0.f;
       Bf16* const at = to + Keys() + int64_t(token) * Of().g * Of().d;
 #pragma unroll
       for (int i = 0; i < kHalf / 8; ++i) {
@@ -411,8 +404,9 @@ template <int kD, int kStages, bool kRuns>
 __global__ void __launch_bounds__(kGradThreads) te_gated_delta_bwd_chunks(const GradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<GradShared<kD, kStages, kRuns>*>(memory);
-  if (a.slab.first_token + int(blockIdx.y) * kChunk >= a.again.s) return;
-  Gradients<kD, kStages, kRuns>{a, shared, int(blockIdx.z), int(blockIdx.y), int(blockIdx.x)}.Run();
+  const int64_t row = a.part.first_row + int(blockIdx.z);
+  const int chunk = a.part.first_chunk + int(blockIdx.y);
+  Gradients<kD, kStages, kRuns>{a, shared, row, chunk, int(blockIdx.x)}.Run();
 }
 
 template <int kD, int kStages, bool kRuns>
@@ -420,7 +414,7 @@ Status Run(cudaStream_t stream, const GradArgs& a) {
   const auto kernel = te_gated_delta_bwd_chunks<kD, kStages, kRuns>;
   constexpr size_t kBytes = sizeof(GradShared<kD, kStages, kRuns>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const dim3 grid(a.again.g, a.slab.tokens / kChunk, a.slab.rows);
+  const dim3 grid(a.of.g, a.part.There(a.of.s), a.part.rows);
   kernel<<<grid, kGradThreads, kBytes, stream>>>(a);
   TE_LAUNCHED();
 }
@@ -437,7 +431,7 @@ Status RunWithin(cudaStream_t stream, const GradArgs& a) {
 }  // namespace
 
 Status RunGradChunks(cudaStream_t stream, const GradArgs& a) {
-  return ssm::DispatchStates(a.again.d, a.runs,
+  return ssm::DispatchStates(a.of.d, a.of.runs,
                              [&]<int kD, bool kRuns>() { return RunWithin<kD, kRuns>(stream, a); });
 }
 

@@ -31,7 +31,7 @@ Status MapOfStates(CUtensorMap* map, const Bf16* data, const WalkArgs& of, int64
 int PartsOf(const GradArgs& a) {
   constexpr int kMost = 8, kCtas = 132;
   const int heads = a.again.h / a.again.g;
-  const int64_t ctas = int64_t(a.again.g) * (a.slab.tokens / kChunk) * a.slab.rows;
+  const int64_t ctas = int64_t(a.of.g) * a.part.chunks * a.part.rows;
   int parts = int(std::min<int64_t>(kMost, std::max<int64_t>(1, kCtas / ctas)));
   while (heads % parts != 0) --parts;
   return parts;
@@ -41,9 +41,10 @@ int PartsOf(const GradArgs& a) {
 Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
   const WalkArgs& of = a.again;
   const OfTokens keys{rows, of.s, of.s, of.g, of.d}, values{rows, of.s, of.s, of.h, of.e};
-  const int64_t there = std::min(a.slab.tokens, of.s - a.slab.first_token);
-  const OfTokens of_slab{a.slab.rows, a.slab.tokens, there, of.h, of.e};
-  const int64_t chunks = int64_t(a.slab.rows) * (a.slab.tokens / kChunk);
+  const int64_t tokens = int64_t(a.part.chunks) * kChunk;
+  const int64_t there = std::min(tokens, of.s - int64_t(a.part.first_chunk) * kChunk);
+  const OfTokens of_slab{a.part.rows, tokens, there, of.h, of.e};
+  const int64_t chunks = int64_t(a.part.rows) * a.part.chunks;
   out->a = a, out->parts = PartsOf(a), out->heads = of.h / of.g / out->parts;
   TE_TRY(MapOfTokens(&out->q, of.q, keys, kChunk));
   TE_TRY(MapOfTokens(&out->k, of.k, keys, kChunk));
@@ -63,18 +64,16 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
   constexpr size_t kBytes = sizeof(HopperGradShared<kD, kRuns>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const dim3 grid(a.again.g * given.parts, a.slab.tokens / kChunk, a.slab.rows);
+  const dim3 grid(a.of.g * given.parts, a.part.There(a.of.s), a.part.rows);
   return LaunchBehind(stream, true, kernel, grid, ssm::kHopperThreads, kBytes, given, given.parts);
 }
 
 }  // namespace
 
-Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, const HopperGradCall& call) {
-  if (a.slab.first_token >= a.again.s) return {};
+Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows) {
   HopperGradArgs given{};
-  TE_TRY(MakeMaps(a, call.rows, &given));
-  given.overlaps = call.overlaps;
-  return ssm::DispatchStates(a.again.d, a.runs,
+  TE_TRY(MakeMaps(a, rows, &given));
+  return ssm::DispatchStates(a.of.d, a.of.runs,
                              [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, given); });
 }
 

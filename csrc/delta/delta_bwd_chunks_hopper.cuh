@@ -21,15 +21,15 @@ struct HopperGradients {
   const int row = blockIdx.z, chunk = blockIdx.y, index = blockIdx.x;
 
   __device__ __forceinline__ int Group() const { return index / given.parts; }
-  __device__ __forceinline__ int64_t Row() const { return a.slab.first_row + row; }
-  __device__ __forceinline__ int Token() const { return a.slab.first_token + chunk * kChunk; }
+  __device__ __forceinline__ int64_t Row() const { return a.part.first_row + row; }
+  __device__ __forceinline__ int Token() const { return (a.part.first_chunk + chunk) * kChunk; }
   __device__ __forceinline__ int Tiles() const { return (a.again.e + kSlab - 1) / kSlab; }
   __device__ __forceinline__ int Heads() const { return given.heads; }
   __device__ __forceinline__ int Units() const { return Heads() * Tiles(); }
   __device__ __forceinline__ int Head(int i) const { return index * Heads() + i; }
   __device__ __forceinline__ const Weights& WeightsOf(int i) const {
-    const int64_t chunks = (a.again.s + kChunk - 1) / kChunk;
-    return a.again.chunks[(Row() * chunks + Token() / kChunk) * a.again.h + Head(i)].weights;
+    const int64_t at = a.again.part.At(Row(), Token() / kChunk, Head(i), a.again.h);
+    return a.again.chunks[at].weights;
   }
   // Whether any token is of the run before the chunk. If not, nothing of the state may enter: 0 times its inf
   // would stay. Where some are, what they write reaches all of the chunk.
@@ -43,11 +43,7 @@ struct HopperGradients {
       InitBarrier(AddressOf(s.group_full), 1), InitBarrier(AddressOf(s.scores_full), 4 * kArrivals);
       FenceBarrierInit();
     }
-    struct {
-      const int* runs;
-      int s;
-    } const of_runs{a.runs, a.again.s};
-    s.runs.Set(of_runs, Row(), Token(), threadIdx.x, ssm::kHopperThreads);
+    s.runs.Set(a.of, Row(), Token(), threadIdx.x, ssm::kHopperThreads);
     __syncthreads();
   }
 
@@ -60,7 +56,7 @@ struct HopperGradients {
       CopyBox(AddressOf(s.q + box * kBoxBytes), &given.q, of_group, 64 * box, Group(), Token(), Row());
       CopyBox(AddressOf(s.k + box * kBoxBytes), &given.k, of_group, 64 * box, Group(), Token(), Row());
     }
-    const int of_slab = row * a.slab.Chunks() + chunk;
+    const int of_slab = row * a.part.chunks + chunk;
     for (int i = 0; i < Units(); ++i) {
       auto& stage = s.stages[i % kStages];
       const int head = Head(i / Tiles()), first = i % Tiles() * kSlab;
@@ -280,7 +276,7 @@ struct HopperGradients {
                                         bool of_queries) const {
     const Pairs& pairs = s.known[(Units() - 1) % kStages].pairs;
     const float* lengths = of_queries ? pairs.of_queries : pairs.of_keys;
-    if (a.normalize) {
+    if (a.of.normalize) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int token = RowOfHalf(half);
@@ -424,7 +420,7 @@ struct HopperGradients {
     for (int half = 0; half < 2; ++half) {
       const int line = RowOfHalf(half);
       sums_to[half] = pairs.sums[line], beta[half] = known.weights.betas[line];
-      of_row[half] = kOfQueries ? a.scale * pairs.of_queries[line] : pairs.of_keys[line];
+      of_row[half] = kOfQueries ? a.of.scale * pairs.of_queries[line] : pairs.of_keys[line];
     }
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -457,15 +453,13 @@ __global__ void __launch_bounds__(ssm::kHopperThreads, 1)
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   LetNextStart();
-  if (!given.overlaps) AwaitPrevious();
-  if (given.a.slab.first_token + int(blockIdx.y) * kChunk >= given.a.again.s) return;
+  AwaitPrevious();
   HopperGradients<kD, kRuns> of{given, *reinterpret_cast<HopperGradShared<kD, kRuns>*>(shared)};
   of.Begin();
   const int group = ssm::GroupIndex();
   // In each branch anew, as their threads have their own number of registers.
   const auto leave = [&] {
     if (given.parts > 1) of.AddParts();
-    if (given.overlaps && blockIdx.x + blockIdx.y + blockIdx.z == 0) AwaitPrevious();
   };
   if (group == 3) {
     GiveRegisters<40>();

@@ -11,7 +11,6 @@ namespace te::delta {
 struct HopperGradArgs {
   GradArgs a;
   int parts, heads;  // of the heads that share a key, the CTAs of a cluster; and how many each has
-  bool overlaps;     // the walks ahead are those of another slab
   // Of [rows, s, h, e] and [rows, s, g, d], or of a slab's tokens, in boxes of 64 tokens, or of 16 of dq and
   // dk; of [slab rows chunks, h, e, d] in boxes of 64 channels of values.
   CUtensorMap q, k, dy, written, alone, states, gradients, dq, dk;

@@ -195,29 +195,32 @@ struct Chunks {
 };
 
 template <int kD, bool kRuns>
-__global__ void __launch_bounds__(kThreads, 3) te_gated_delta_chunks(const ChunkArgs a, Chunk* chunks) {
+__global__ void __launch_bounds__(kThreads, 3)
+    te_gated_delta_chunks(const ChunkArgs a, const ChunkPart part, Chunk* chunks) {
   LetNextStart();
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChunkShared<kD, kRuns>*>(memory);
-  Chunks<kD, kRuns> all{a, shared, blockIdx.z, int(blockIdx.x) * kChunk, int(blockIdx.y)};
-  all.Run(chunks + (int64_t(blockIdx.z) * gridDim.x + blockIdx.x) * a.h);
+  const int64_t row = part.first_row + blockIdx.z;
+  const int chunk = part.first_chunk + blockIdx.x;
+  Chunks<kD, kRuns> all{a, shared, row, chunk * kChunk, int(blockIdx.y)};
+  all.Run(chunks + part.At(row, chunk, 0, a.h));
 }
 
 template <int kD, bool kRuns>
-Status Run(cudaStream_t stream, const ChunkArgs& a, int64_t rows, Chunk* chunks) {
+Status Run(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks) {
   const auto kernel = te_gated_delta_chunks<kD, kRuns>;
   constexpr size_t kBytes = sizeof(ChunkShared<kD, kRuns>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const dim3 grid(unsigned(CeilDiv(a.s, kChunk)), unsigned(a.g), unsigned(rows));
-  kernel<<<grid, kThreads, kBytes, stream>>>(a, chunks);
+  const dim3 grid(unsigned(part.There(a.s)), unsigned(a.g), unsigned(part.rows));
+  kernel<<<grid, kThreads, kBytes, stream>>>(a, part, chunks);
   TE_LAUNCHED();
 }
 
 }  // namespace
 
-Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, int64_t rows, Chunk* chunks) {
+Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks) {
   return ssm::DispatchStates(a.d, a.runs,
-                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, rows, chunks); });
+                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, part, chunks); });
 }
 
 }  // namespace te::delta

@@ -45,24 +45,21 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
   constexpr const char* kOp = "te_gated_delta_fwd";
   delta::DeltaCall call;
   TE_TRY(delta::ExpectDelta({kOp, q, k, v, beta, gate, runs, scale, normalize, shared}, &call));
+  const delta::ChunkArgs& of = call.chunks;
+  const int64_t chunks = CeilDiv(of.s, delta::kChunk);
   TE_TRY(Expect(kOp, {{"initial", initial, F32, call.state, kOptional},
                       {"y", y, BF16, call.values},
                       {"final", last, F32, call.state, kOptional},
                       {"states", states, F32, call.kept, kOptional},
-                      {"workspace", workspace, U8, {call.chunk_bytes}}}));
+                      {"workspace", workspace, U8, {call.rows * chunks * of.h * call.chunk_bytes}}}));
   if (call.state.count() == 0) return {};
   using ssm::Bf16;
-  const delta::ChunkArgs& of = call.chunks;
-  delta::Chunk* const of_chunks = static_cast<delta::Chunk*>(workspace.data);
-  const delta::ChannelPart all{0, int(call.rows), 0, int(CeilDiv(of.s, delta::kChunk))};
-  if (of.s > 0 && call.by_channel)
-    TE_TRY(delta::LaunchChannelChunks(stream, of, all, workspace.data));
-  else if (of.s > 0)
-    TE_TRY(delta::LaunchChunks(stream, of, call.rows, of_chunks));
+  const delta::ChunkPart all{0, int(call.rows), 0, int(chunks)};
+  TE_TRY(delta::MakeChunks(stream, call, all, workspace.data));
   const delta::WalkArgs walk{of.q,
                              of.k,
                              Data<const Bf16>(v),
-                             of_chunks,
+                             static_cast<const delta::Chunk*>(workspace.data),
                              Data<const float>(initial),
                              Data<Bf16>(y),
                              Data<float>(last),

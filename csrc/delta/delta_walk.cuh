@@ -10,14 +10,13 @@ namespace te::delta {
 struct WalkArgs {
   const Bf16 *q, *k;     // [rows, s, g, d]
   const Bf16* v;         // [rows, s, h, e]
-  const Chunk* chunks;   // [rows, ceil(s / kChunk), h]
+  const Chunk* chunks;   // those of `part`
   const float* initial;  // [rows, h, d, e], or nullptr
   Bf16* y;               // as v
   float *last, *states;  // as initial; [rows, ceil(s / kKept), h, d, e]: or nullptr
   int s, h, g, d, e;
-  // Where each channel has a gate: chunks of ChannelBytes(d), and which these are.
-  const void* of_channels = nullptr;
-  ChannelPart part = {};
+  const void* of_channels = nullptr;  // instead of `chunks` where each channel has a gate: of ChannelBytes(d)
+  ChunkPart part = {};
 };
 
 // The walk on Hopper.
@@ -218,7 +217,7 @@ struct Walk {
       FetchValues(stage, chunk, rows);
       FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
     } else {
-      const Chunk& of = a.chunks[(row * Chunks() + chunk) * a.h + head];
+      const Chunk& of = a.chunks[a.part.At(row, chunk, head, a.h)];
       const int64_t stride = int64_t(a.g) * a.d, of_key = head / (a.h / a.g);
       const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + of_key * a.d;
       stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);

@@ -19,7 +19,7 @@ struct DeltaCall {
   Axes values, keys, heads, state, kept;  // of v, of k, of beta, of a state, of the states that are kept
   int64_t rows, e;
   ChunkArgs chunks;
-  int64_t chunk_bytes;  // of all chunks of all heads
+  int64_t chunk_bytes;  // of a chunk of a head
   Axes gates;           // of gate
   bool by_channel;      // whether each channel of keys has one
 };
@@ -49,8 +49,7 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
            "%s: v is %s, too large for one call", of.op, v.c_str());
   const Axes kept{rows, CeilDiv(s, kKept), h, d, e};
   const int64_t of_chunk = by_channel ? ChannelBytes(d) : int64_t(sizeof(Chunk));
-  *call = {values, keys,      heads, state, kept, rows, e, {}, rows * CeilDiv(s, kChunk) * h * of_chunk,
-           gates,  by_channel};
+  *call = {values, keys, heads, state, kept, rows, e, {}, of_chunk, gates, by_channel};
   call->chunks = {Data<const Bf16>(of.q),
                   Data<const Bf16>(of.k),
                   Data<const float>(of.beta),
@@ -63,6 +62,13 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
                   float(of.scale),
                   of.normalize};
   return {};
+}
+
+// What chunks of the part need that does not depend on the state.
+inline Status MakeChunks(cudaStream_t stream, const DeltaCall& call, const ChunkPart& part, void* chunks) {
+  if (call.chunks.s == 0) return {};
+  if (call.by_channel) return LaunchChannelChunks(stream, call.chunks, part, chunks);
+  return LaunchChunks(stream, call.chunks, part, static_cast<Chunk*>(chunks));
 }
 
 }  // namespace te::delta

@@ -32,11 +32,6 @@ def bwd_walk(tmp_path_factory):
     return program.compiled(tmp_path_factory.mktemp("delta_bwd_walk"), "delta_bwd_walk")
 
 
-@pytest.fixture(scope="module")
-def channel_bwd_walk(tmp_path_factory):
-    return program.compiled(tmp_path_factory.mktemp("channel_bwd_walk"), "channel_bwd_walk")
-
-
 class Chunk(NamedTuple):
     """Of one head: what csrc/delta/delta.cuh has, in float64."""
 
@@ -200,9 +195,8 @@ def channel_walks(chunk, state, gradient, q, k, v, dy):
 
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("s, h, g, d, e", CASES[:4], ids=str)
-def test_walks_of_the_backward_pass(request, rng, s, h, g, d, e, by_channel):
+def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e, by_channel):
     """Three rows, each a call of its own: a slab of up to 512 tokens."""
-    walk = request.getfixturevalue("channel_bwd_walk" if by_channel else "bwd_walk")
     rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=3)
     count = -(-s // CHUNK)
     for i, ids in enumerate(segments):
@@ -211,9 +205,8 @@ def test_walks_of_the_backward_pass(request, rng, s, h, g, d, e, by_channel):
         shapes = [((count, h, e, d), bf16)] * 2 + [((count * CHUNK, h, e), bf16)] * 2 + [((h, d, e), f32)]
         results = [np.zeros(shape, dtype) for shape, dtype in shapes]
         kept = given["initial_state"]
-        tokens = "v" if by_channel else "qkv"
-        arrays = [*(given[name] for name in tokens), in_bytes(chunks), dy, kept, dlast, *results]
-        got = results_of(program.call(walk, [1, s, h, g, d, e], arrays), results)
+        arrays = [*(given[name] for name in "qkv"), in_bytes(chunks), dy, kept, dlast, *results]
+        got = results_of(program.call(bwd_walk, [1, s, h, g, d, e, by_channel], arrays), results)
         want, of_chunk = [np.zeros(a.shape) for a in results], channel_walks if by_channel else walks
         q, k, v, dy = map(filled, (given["q"], given["k"], given["v"], dy))
         for head in range(h):

@@ -16,17 +16,16 @@ struct Sizes {
 };
 
 HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
-  const int there = std::min(a.slab.tokens, n.s - a.slab.first_token);
-  const int chunks = a.slab.rows * (a.slab.tokens / kChunk);
+  const int there = std::min(n.slab_tokens, n.s - a.part.first_chunk * kChunk);
+  const int chunks = a.part.rows * a.part.chunks;
   const auto keys = [&](const Bf16* data, int box) { return MapOf(data, {n.d, n.g, n.s, n.rows}, 2, box); };
   const auto of_slab = [&](const Bf16* data) {
-    return MapOf(data, {n.e, n.h, a.slab.tokens, a.slab.rows}, 2, kChunk, there);
+    return MapOf(data, {n.e, n.h, n.slab_tokens, a.part.rows}, 2, kChunk, there);
   };
   const auto states = [&](const Bf16* data) { return MapOf(data, {n.d, n.e, n.h, chunks}, 1, kSlab); };
   return {a,
           n.parts,
           n.h / n.g / n.parts,
-          false,
           keys(a.again.q, kChunk),
           keys(a.again.k, kChunk),
           MapOf(a.back.v, {n.e, n.h, n.s, n.rows}, 2, kChunk),
@@ -41,9 +40,9 @@ HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
 template <int kD, bool kRuns>
 void Run(const GradArgs& a, const Sizes& n) {
   cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD>),
-                  [&] { te_gated_delta_bwd_walk_hopper<kD, 1>(a); });
+                  [&] { te_gated_delta_bwd_walk_hopper<kD, OfHead, 1>(a); });
   const HopperGradArgs given = WithMaps(a, n);
-  cluster::Launch(dim3(n.g * n.parts, a.slab.tokens / kChunk, a.slab.rows), n.parts, ssm::kHopperThreads,
+  cluster::Launch(dim3(n.g * n.parts, a.part.There(n.s), a.part.rows), n.parts, ssm::kHopperThreads,
                   sizeof(HopperGradShared<kD, kRuns>),
                   [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
 }
@@ -56,14 +55,16 @@ int main() {
   GradArgs a{};
   WalkArgs& again = a.again;
   using cluster::ReadArray, cluster::Fresh;
-  again.s = n.s, again.h = n.h, again.g = n.g, again.d = n.d, again.e = n.e;
+  again.s = a.of.s = n.s, again.h = a.of.h = n.h, again.g = a.of.g = n.g, again.d = a.of.d = n.d,
+  again.e = n.e;
+  again.part = {0, n.rows, 0, (n.s + kChunk - 1) / kChunk};  // of the chunks, which are those of all slabs
   again.q = ReadArray<Bf16>(), again.k = ReadArray<Bf16>(), again.v = ReadArray<Bf16>();
   again.chunks = ReadArray<Chunk>();
   a.back = again, a.back.v = ReadArray<Bf16>();
   a.kept = ReadArray<float>();
   const float* after = ReadArray<float>();
-  a.runs = ReadArray<int>();
-  a.scale = 1 / std::sqrt(float(n.d)), a.normalize = true;
+  a.of.runs = ReadArray<int>();
+  a.of.scale = 1 / std::sqrt(float(n.d)), a.of.normalize = true;
   const size_t tokens = size_t(n.rows) * n.s, slab = size_t(n.slab_rows) * n.slab_tokens * n.h;
   const size_t state = size_t(n.rows) * n.h * n.d * n.e;
   a.dq = Fresh<Bf16>(tokens * n.g * n.d), a.dk = Fresh<Bf16>(tokens * n.g * n.d);
@@ -71,12 +72,13 @@ int main() {
   a.dgate = Fresh<float>(tokens * n.h), a.before = Fresh<float>(state);
   a.states = Fresh<Bf16>(slab / kChunk * n.d * n.e), a.gradients = Fresh<Bf16>(slab / kChunk * n.d * n.e);
   a.written = Fresh<Bf16>(slab * n.e), a.gradients_written = Fresh<Bf16>(slab * n.e);
-  const auto run =
-      a.runs ? (n.d <= 64 ? Run<64, true> : Run<128, true>) : (n.d <= 64 ? Run<64, false> : Run<128, false>);
+  const auto run = a.of.runs ? (n.d <= 64 ? Run<64, true> : Run<128, true>)
+                             : (n.d <= 64 ? Run<64, false> : Run<128, false>);
   for (int row = 0; row < n.rows; row += n.slab_rows) {
     a.after = after;
     for (int i = (n.s + n.slab_tokens - 1) / n.slab_tokens; i-- > 0; a.after = a.before) {
-      a.slab = {std::min(n.slab_rows, n.rows - row), n.slab_tokens, row, i * n.slab_tokens};
+      const int chunks = n.slab_tokens / kChunk;
+      a.part = {row, std::min(n.slab_rows, n.rows - row), i * chunks, chunks};
       run(a, n);
     }
   }

@@ -31,7 +31,8 @@ int main() {
   using cluster::ReadArray;
   a.s = n[1], a.h = n[2], a.g = n[3], a.d = n[4], a.e = n[5];
   a.q = ReadArray<Bf16>(), a.k = ReadArray<Bf16>(), a.v = ReadArray<Bf16>(), a.chunks = ReadArray<Chunk>();
-  if (n[6]) a.of_channels = a.chunks, a.part = {0, n[0], 0, (n[1] + kChunk - 1) / kChunk};
+  a.part = {0, n[0], 0, (n[1] + kChunk - 1) / kChunk};
+  if (n[6]) a.of_channels = a.chunks;
   a.initial = ReadArray<float>();
   size_t bytes[3];  // of results, filled with what shows that nothing was written
   a.y = ReadArray<Bf16>(&bytes[0]), a.last = ReadArray<float>(&bytes[1]),

@@ -43,9 +43,7 @@ SOURCES = (
     "scan_bwd_chunks",
     "scan_bwd_states",
     "steps",
-    "channel_bwd",
     "channel_bwd_chunks",
-    "channel_bwd_walk",
     "channel_chunks",
     "delta_bwd",
     "delta_bwd_chunks",
@@ -108,7 +106,6 @@ _NO_GPU = f"""
 
 #include "gemm/gemm.h"
 #include "gemm/gemm_grouped.h"
-#include "delta/channel_bwd.cuh"
 #include "delta/delta_bwd.cuh"
 #include "ssm/operands.cuh"
 #include "ssm/scan_bwd.cuh"
@@ -123,9 +120,7 @@ Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED};
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status delta::RunHopper(cudaStream_t, const WalkArgs&, int64_t) {{ return {_LAUNCHED}; }}
 Status delta::RunGradWalksOnHopper(cudaStream_t, const GradArgs&) {{ return {_LAUNCHED}; }}
-Status delta::GradWalksLeaveRoom(const GradArgs&, bool*) {{ return {_LAUNCHED}; }}
-Status delta::RunGradChunksOnHopper(cudaStream_t, const GradArgs&, const HopperGradCall&) {{ return {_LAUNCHED}; }}
-Status delta::RunChannelWalksOnHopper(cudaStream_t, const ChannelGradArgs&) {{ return {_LAUNCHED}; }}
+Status delta::RunGradChunksOnHopper(cudaStream_t, const GradArgs&, int64_t) {{ return {_LAUNCHED}; }}
 Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const Steps*) {{ return {_LAUNCHED}; }}
 Status ssm::MakeMaps(const ScanCall&, const GradArgs&, HopperGradArgs*) {{ return {_LAUNCHED}; }}
 Status ssm::RunOnHopper(cudaStream_t, const HopperGradArgs&) {{ return {_LAUNCHED}; }}

@@ -11,7 +11,6 @@ from . import library
 
 _SHARED = "extern __shared__ __align__(1024) uint8_t shared[];"
 _KERNELS = (
-    "delta/channel_bwd_hopper.cuh",
     "delta/delta_bwd_chunks_hopper.cuh",
     "delta/delta_bwd_hopper.cuh",
     "delta/delta_hopper.cuh",

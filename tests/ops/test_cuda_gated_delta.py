@@ -113,7 +113,8 @@ def test_gates_of_a_run_without_a_loss(rng):
 def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
     """Two rows and two blocks of 512 tokens: a slab is cut short by the rows, and one by the tokens."""
     h, d, e = 1, 8, 8
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 4 * 2 * h * e * 2 * (8 * d + 512))
+    of_block = 2 * h * e * 2 * (8 * d + 512) + 8 * h * kernels._chunk_bytes(d, False)
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 4 * of_block)
     assert kernels._slab_of_rule(3, 1100, h, e, d) == dict(slab_rows=3, slab_tokens=512)
     monkeypatch.setattr(kernels, "CTAS", 2)
     assert kernels._slab_of_rule(3, 1100, h, e, d) == dict(slab_rows=2, slab_tokens=1024)
@@ -197,7 +198,7 @@ def test_what_is_not_finite_stays_in_its_run_on_the_way_back(rng, by_channel):
 def test_rows_of_one_call(rng, monkeypatch, by_channel):
     """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
     rows, s, h, d, e = 3, 70, 2, 16, 8
-    of_row = 2 * h * e * 2 * (2 * d + 128) + by_channel * 2 * h * kernels._channel_bytes(d)
+    of_row = 2 * h * e * 2 * (2 * d + 128) + 2 * h * kernels._chunk_bytes(d, by_channel)
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * of_row)
     assert kernels._slab_of_rule(rows, s, h, e, d, by_channel) == dict(slab_rows=2, slab_tokens=128)
     given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, by_channel, bf16, count=rows)

@@ -16,8 +16,7 @@ KEPT = 512
 """Tokens: how often the state is kept for the backward pass."""
 _MOST = 128  # channels
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
-_RULE_SLAB_BYTES = 128 << 20  # of what the kernels of a slab of the backward pass exchange
-_CHUNK_BYTES = 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16  # of a chunk and a head, as csrc/delta/delta.cuh has them
+_RULE_SLAB_BYTES = 128 << 20  # of what the kernels of a slab of the backward pass exchange, and of its chunks
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -61,9 +60,9 @@ def rule_bwd(
 
 
 def _slab_of_rule(rows, s, h, e, d, by_channel=False):
-    """How csrc/delta/delta_bwd.cu, or channel_bwd.cu, cuts a call: rows and tokens of a slab."""
+    """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
     block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
-    of_block = 2 * h * e * 2 * (block // CHUNK * d + block) + by_channel * block // CHUNK * h * _channel_bytes(d)
+    of_block = 2 * h * e * 2 * (block // CHUNK * d + block) + block // CHUNK * h * _chunk_bytes(d, by_channel)
     blocks = max(1, _RULE_SLAB_BYTES // of_block)
     # A CTA walks over the tokens of a row and head: of long rows so many that each SM has one.
     slab_rows = min(rows, blocks, max(1, CTAS // h) if s > KEPT else 256)
@@ -74,11 +73,13 @@ def _slab_of_rule(rows, s, h, e, d, by_channel=False):
 def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attrs: Any) -> int:
     """Bytes."""
     (rows, s, h, _), d = v.shape, k.shape[-1]
-    return rows * ceil_div(s, CHUNK) * h * (_CHUNK_BYTES if gate.shape[-1] == 1 else _channel_bytes(d))
+    return rows * ceil_div(s, CHUNK) * h * _chunk_bytes(d, gate.shape[-1] > 1)
 
 
-def _channel_bytes(d):
-    """As _CHUNK_BYTES, where channels have gates: as csrc/delta/channel.cuh has them."""
+def _chunk_bytes(d, by_channel):
+    """Of a chunk and a head, as csrc/delta/delta.cuh and channel.cuh have them."""
+    if not by_channel:
+        return 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16
     wide = 64 if d <= 64 else 128
     return ceil_div(3 * CHUNK * wide * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (wide + CHUNK) + 16, 128) * 128
 
@@ -88,11 +89,8 @@ def rule_bwd_workspace(
     slab_rows: int, slab_tokens: int, **attrs: Any,
 ) -> int:  # fmt: skip
     """Bytes, as csrc/base/ops.h has them."""
-    (rows, s, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
-    by_channel = gate.shape[-1] > 1
-    of_chunks = tokens // CHUNK * h * _channel_bytes(d) if by_channel else rule_workspace(q, k, v, beta, gate)
+    (rows, _, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
+    of_chunks = tokens // CHUNK * h * _chunk_bytes(d, gate.shape[-1] > 1)
     carried = 0 if "dinitial" in outputs else rows * h * d * e * 4
-    exchanged = 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
-    slabs = 1 if by_channel else ceil_div(rows, slab_rows) * max(1, ceil_div(s, slab_tokens))
-    sizes = of_chunks, carried, *exchanged * min(2, slabs)
+    sizes = of_chunks, carried, 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
     return sum(ceil_div(size, 256) * 256 for size in sizes)
