@@ -125,10 +125,13 @@ Status FillOutside(cudaStream_t stream, const Call& call) {
     return TokenRows{call.pointers.at(tensor), arrays * heads * d / 2, (apart ? 1 : heads) * d / 2, keys,
                      apart ? heads : 1,        arrays * d / 2};
   };
-  if (!key.backward)
-    return FillOutside(stream, key, call.segments,
-                       {halves(kOut, key.h, key.e, false),
-                        TokenRows{call.pointers.at(kLse), key.h, key.h, false, 1, 0, kMinusInfinity}});
+  const auto heads = [&](AttentionTensor tensor, uint32_t fill) {
+    return TokenRows{call.pointers.at(tensor), key.h, key.h, false, 1, 0, fill};
+  };
+  const TokenRows out = key.backward ? TokenRows{} : halves(kOut, key.h, key.e, false);
+  if (key.top)  // a sum of 0: its logarithm is -inf
+    return FillOutside(stream, key, call.segments, {out, heads(kLse, 0), heads(kTop, kMinusInfinity)});
+  if (!key.backward) return FillOutside(stream, key, call.segments, {out, heads(kLse, kMinusInfinity)});
   return FillOutside(stream, key, call.segments,
                      {halves(kDQ, key.h, key.d, false, key.arrays_of_q()),
                       halves(kDK, key.g, key.d, true, key.arrays_of_k()),
@@ -156,21 +159,24 @@ Status Run(Stage stage, cudaStream_t stream, Call& call, std::initializer_list<T
 }  // namespace
 
 Status LaunchAttentionFwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg v, Arg kv, Arg qkv, Arg bias,
-                          Arg segments, Arg rng, Ret out, Ret lse, Ret drawn, Ret workspace, int64_t left,
-                          int64_t right, bool bottom_right, bool seq_major, bool interleaved, double scale,
-                          double dropout_rate) {
+                          Arg segments, Arg rng, Ret out, Ret lse, Ret drawn, Ret top, Ret workspace,
+                          int64_t left, int64_t right, bool bottom_right, bool seq_major, bool interleaved,
+                          double scale, double dropout_rate) {
   Call call{"te_attention_fwd"};
   TE_TRY(Describe(
       &call, {q, k, v, kv, qkv},
       {bias, segments, rng, left, right, bottom_right, seq_major, interleaved, scale, dropout_rate}));
-  const AttentionKey& key = call.key;
+  AttentionKey& key = call.key;
   TE_TRY(Expect(call.op, {{"out", out, call.type, key.out_axes()},
                           {"lse", lse, F32, key.lse_axes()},
                           {"drawn", drawn, U32, {}, kAbsent},
+                          {"top", top, F32, key.lse_axes(), kOptional},
                           {"workspace", workspace, U8, {Axes(workspace)[0]}}}));
+  key.top = Present(top);
   TE_CHECK(key.t > 0 || !Present(lse), "%s: no key to attend to: t is 0", call.op);
   call.pointers[kOut] = out.data, call.pointers[kLse] = lse.data;
-  return Run(stage, stream, call, {out, lse}, workspace);
+  if (key.top) call.pointers[kTop] = top.data;
+  return Run(stage, stream, call, {out, lse, top}, workspace);
 }
 
 Status LaunchAttentionBwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, Arg k, Arg v, Arg kv, Arg qkv,
@@ -200,7 +206,7 @@ int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, in
                            int64_t h, int64_t g, int64_t d, int64_t e, int64_t joined, bool interleaved,
                            bool seq_major, int64_t segments, int64_t left, int64_t right, bool bottom_right,
                            int64_t bias_b, int64_t bias_h, bool bias_f32, bool dbias, double scale,
-                           double dropout_rate, bool deterministic) {
+                           double dropout_rate, bool deterministic, bool top) {
   if ((kind != "fwd" && kind != "bwd") || (dtype != "bf16" && dtype != "f16"))
     throw std::runtime_error("attention_workspace: kind must be fwd or bwd, dtype bf16 or f16, got " + kind +
                              ", " + dtype);
@@ -213,6 +219,7 @@ int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, in
   key.bias_b = bias_b, key.bias_h = bias_h, key.bias_f32 = bias_f32, key.dbias = key.backward && dbias;
   key.scale = float(scale), key.dropout_rate = float(dropout_rate);
   key.deterministic = key.backward && deterministic;
+  key.top = !key.backward && top;
   if (key.empty()) return 0;
   return (GraphWorkspace(AttentionRecipe(key)) + 255) / 256 * 256 + SegmentBytes(key);
 }

@@ -31,6 +31,7 @@ std::string Text(const AttentionKey& key) {
   if (key.dbias) text += ", dbias";
   if (key.dropout_rate > 0) text += Format(", dropout %a", key.dropout_rate);
   if (key.deterministic) text += ", deterministic";
+  if (key.top) text += ", largest logits";
   return text;
 }
 
@@ -113,11 +114,17 @@ class Builder {
     const GraphTensor q = Input("q", kQ, layouts_.q), k = Input("k", kK, layouts_.k),
                       v = Input("v", kV, layouts_.v);
     auto attributes = fe::graph::SDPA_attributes();
-    attributes.set_name("te_attention_fwd").set_generate_stats(true);
+    attributes.set_name("te_attention_fwd").set_generate_stats(!key_.top);
     SetOptions(attributes);
+    if (key_.top) {
+      const GraphTensor top = Input("top", kTop, layouts_.lse), sum = Input("sum", kLse, layouts_.lse);
+      top->set_output(true);
+      sum->set_output(true);
+      attributes.set_logit_max(top).set_score_sum_exp(sum);
+    }
     const auto [out, lse] = graph_.sdpa(q, k, v, attributes);
     Output(out, kOut, layouts_.out);
-    Output(lse, kLse, layouts_.lse);
+    if (!key_.top) Output(lse, kLse, layouts_.lse);
   }
 
   // dk and dv have the g heads of k and v: cuDNN sums over the query heads of a group.
@@ -143,7 +150,8 @@ class Builder {
 
  private:
   GraphTensor Describe(const GraphTensor& tensor, AttentionTensor uid, const Layout& layout) {
-    if (uid == kLse || (uid == kBias && key_.bias_f32)) tensor->set_data_type(fe::DataType_t::FLOAT);
+    if (uid == kLse || uid == kTop || (uid == kBias && key_.bias_f32))
+      tensor->set_data_type(fe::DataType_t::FLOAT);
     if (key_.segments && layout.at) tensor->set_ragged_offset(At(layout.at));
     return tensor;
   }

@@ -26,6 +26,7 @@ struct AttentionKey {
   float scale = 1;                 // of the logits
   float dropout_rate = 0;          // of the probabilities
   bool deterministic = false;      // backward
+  bool top = false;                // forward; the largest logit of each query is a result
 
   bool empty() const { return b == 0 || s == 0 || t == 0 || h == 0 || d == 0 || e == 0; }
   int64_t arrays_of_q() const { return joined == 3 ? 3 : 1; }
@@ -36,9 +37,10 @@ struct AttentionKey {
   int64_t sequences() const { return segments ? b * segments : b; }
 };
 
-// The arrays of the graph. In memory as AttentionKey says; kLse is f32 [b, h, s], with segments [b, s, h];
-// kSeed and kOffset one i64 each; kQLens and kKLens i32 [sequences]; kQAt and its like i64 [sequences + 1]:
-// where each sequence begins, in elements.
+// The arrays of the graph. In memory as AttentionKey says; kLse is f32 [b, h, s], with segments [b, s, h]; so
+// is kTop, and with it kLse is the sum of exp(logit - top): before 9.21 cuDNN has no graph of both maxima and
+// logarithms. kSeed and kOffset one i64 each; kQLens and kKLens i32 [sequences]; kQAt and its like i64
+// [sequences + 1]: where each sequence begins, in elements.
 enum AttentionTensor : int64_t {
   kQ = 1,
   kK,
@@ -60,6 +62,7 @@ enum AttentionTensor : int64_t {
   kVAt,
   kOutAt,
   kLseAt,
+  kTop,
 };
 
 GraphRecipe AttentionRecipe(const AttentionKey& key);

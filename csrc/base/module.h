@@ -56,7 +56,7 @@ int64_t AttentionWorkspace(const std::string& kind, const std::string& dtype, in
                            int64_t h, int64_t g, int64_t d, int64_t e, int64_t joined, bool interleaved,
                            bool seq_major, int64_t segments, int64_t left, int64_t right, bool bottom_right,
                            int64_t bias_b, int64_t bias_h, bool bias_f32, bool dbias, double scale,
-                           double dropout_rate, bool deterministic);
+                           double dropout_rate, bool deterministic, bool top);
 
 // attention_fp8.cc: the same of te_attention_fp8_fwd ("fwd") or te_attention_fp8_bwd ("bwd"), whose gradients
 // are E5M2, else E4M3.

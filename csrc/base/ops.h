@@ -189,11 +189,12 @@ Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg l
 // d]; seq_major, arrays lie as [s, b, ...]. bias? [b or 1, h or 1, s, t]; segments? i32 [b, n, 4]: the rows
 // are full without; rng? u32 [b, h, 4], whose first words are seed and offset, i64 each -> out [b, s, h, e],
 // lse f32 [b, h, s], natural logarithm, with segments [b, s, h] in that place; drawn: absent, the caller
-// makes it; a workspace u8.
+// makes it; top? as lse, the largest logit of each query, and then lse is the sum of exp(logit - top), 0
+// where there is none; a workspace u8.
 Status LaunchAttentionFwd(Stage stage, cudaStream_t stream, Arg q, Arg k, Arg v, Arg kv, Arg qkv, Arg bias,
-                          Arg segments, Arg rng, Ret out, Ret lse, Ret drawn, Ret workspace, int64_t left,
-                          int64_t right, bool bottom_right, bool seq_major, bool interleaved, double scale,
-                          double dropout_rate);
+                          Arg segments, Arg rng, Ret out, Ret lse, Ret drawn, Ret top, Ret workspace,
+                          int64_t left, int64_t right, bool bottom_right, bool seq_major, bool interleaved,
+                          double scale, double dropout_rate);
 
 // dout [b, s, h, e], the operands and results of the forward pass -> the gradients of what attends, each as
 // its operand, and dbias? as bias, of q's type.

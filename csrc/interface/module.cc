@@ -81,7 +81,7 @@ NB_MODULE(_cuda, m) {
   m.def("attention_workspace", &te::AttentionWorkspace, "kind"_a, "dtype"_a, "b"_a, "s"_a, "t"_a, "h"_a,
         "g"_a, "d"_a, "e"_a, "joined"_a, "interleaved"_a, "seq_major"_a, "segments"_a, "left"_a, "right"_a,
         "bottom_right"_a, "bias_b"_a, "bias_h"_a, "bias_f32"_a, "dbias"_a, "scale"_a, "dropout_rate"_a,
-        "deterministic"_a);
+        "deterministic"_a, "top"_a);
   m.def("attention_fp8_workspace", &te::AttentionFp8Workspace, "kind"_a, "e5m2"_a, "b"_a, "s"_a, "t"_a, "h"_a,
         "g"_a, "d"_a, "causal"_a, "scale"_a);
 }

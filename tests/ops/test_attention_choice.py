@@ -35,13 +35,14 @@ def test_explain_says_which_and_why():
         dict(mask=jax.ShapeDtypeStruct((128, 128), jnp.bool_)),
         dict(sequence_descriptor=described, attn_mask_type="padding_causal"),
         dict(softmax_type="off-by-one", return_lse=True),
+        dict(return_max_logit=True, implementation="cudnn"),
     ):
         choice = explain(q, k, k, **kwargs)
         assert choice.implementation == "cudnn" and "xla" in choice.refused, kwargs
-    choice = explain(q, k, k, return_max_logit=True)
-    assert choice.implementation == "xla" and "max_logit" in choice.refused["cudnn"] and "max_logit" in str(choice)
-    with pytest.raises(ValueError, match="max_logit.*'xla'"):
-        explain(q, k, k, implementation="cudnn", return_max_logit=True)
+    choice = explain(q, k, k, logit_softcap=30.0)
+    assert choice.implementation == "xla" and "softcap" in choice.refused["cudnn"] and "softcap" in str(choice)
+    with pytest.raises(ValueError, match="softcap.*'xla'"):
+        explain(q, k, k, implementation="cudnn", logit_softcap=30.0)
     for reason, kwargs in {
         "float32": dict(dtype=jnp.float32),
         "is 264": dict(d=264),

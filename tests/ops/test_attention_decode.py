@@ -13,8 +13,8 @@ ATTRS = dict(OPEN, scale=0.3)
 
 
 def forward(q, k, v, segments):
-    out, lse, _ = reference.forward(q, k, v, *NO_BIAS, segments, None, **ATTRS)
-    return out, lse
+    out, lse, _, top = reference.forward(q, k, v, *NO_BIAS, segments, None, **ATTRS)
+    return out, lse, top
 
 
 # First query, queries, first key, keys: a full row, pieces of a row, only one piece, none, none of queries, absent.
@@ -36,12 +36,13 @@ def test_one_query_is_forward(heads, t, pieces, given):
         return forward(*operands)
 
     both = jax.jit(lambda *operands: (one_query(run, *operands), forward(*operands)))
-    (out, lse), (want_out, want_lse) = both(q, k, v, segments)
+    (out, lse, top), (want_out, want_lse, want_top) = both(q, k, v, segments)
     assert seen == [[(6 * pieces, max(h // g, 2), g, 16), (6 * pieces, t // pieces, g, 16)]]
-    assert out.shape == want_out.shape and lse.shape == want_lse.shape
+    assert out.shape == want_out.shape and lse.shape == want_lse.shape and top.shape == want_top.shape
     # f32 sums of up to t terms in another order, of numbers of size 1
     np.testing.assert_allclose(out, want_out, atol=1e-5)
     np.testing.assert_allclose(lse, want_lse, rtol=1e-6, atol=1e-5)
+    np.testing.assert_allclose(top, want_top, rtol=1e-6, atol=1e-5)
     if given:
         assert np.all(np.asarray(lse).reshape(6, h)[3:] == -np.inf) and not np.any(np.asarray(out).reshape(6, -1)[3:])
 

@@ -105,6 +105,7 @@ def _kernel(plain, is_forward):
 def kernel(monkeypatch):
     """The ops with their CUDA lowering, around a kernel in plain JAX that draws as cuDNN does."""
     forward, backward = _kernel(reference.forward, True), _kernel(reference.backward, False)
+    forward = partial(forward, outputs=("out", "lse"))
     lowered = lambda *args, **attrs: op._call_forward(forward, *args, **attrs)
     monkeypatch.setattr(attention.attention_fwd, "reference", lowered)
     lowered_bwd = lambda *args, **attrs: (*op._backward(backward, *args, **attrs), *(None,) * 3)
@@ -178,7 +179,8 @@ def test_a_mask_of_other_shards_gives_nan(kernel):
     q, k, v, dout = arrays()
     words = jax.random.bits(jax.random.key(0), (B, H, 4), jnp.uint32)
     none = (None,) * 4  # kv, qkv, bias and segments
-    out, lse, drawn = jax.jit(lambda *args: attention.attention_fwd(*args[:3], *none, args[3], **ATTRS))(q, k, v, words)
+    forward = partial(attention.attention_fwd, outputs=("out", "lse", "drawn"), **ATTRS)
+    out, lse, drawn = jax.jit(lambda *args: forward(*args[:3], *none, args[3]))(q, k, v, words)
     backward = lambda *args: attention.attention_bwd(
         *args[:4], *none, *args[4:], outputs=("dq", "dk", "dv"), deterministic=False, **ATTRS
     )

@@ -17,7 +17,7 @@ from te_jax.ops.attention.mesh import own_key, undivided_groups, whole_rows
 from te_jax.ops.attention.op import operand_types
 from te_jax.ops.attention.options import AttentionKeywords, AttentionOptions, check_options, takes_options
 from te_jax.ops.attention.plan import AttentionPlan, attention_plan
-from te_jax.ops.attention.reference import attend, split_joined
+from te_jax.ops.attention.reference import attend, largest_by_head, split_joined
 from te_jax.ops.attention.vjp import attention
 
 _LONG = 4096  # beyond its square the s x t logits in memory deserve a warning
@@ -61,7 +61,9 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
                     [b..., h, s, t] in memory; "cudnn" or "xla" force one. See `explain_attention`. cuDNN takes a
                     `mask`, segment ids, segments with a bias, bottom-right bands with a bias or dropout, and
                     the window of a single query as a bias: b * s * t numbers of q's type.
-    return_max_logit: also return the largest logit of each head, f32[h], not differentiable.
+    return_max_logit: also return the largest logit of each head that a query of any row sees, scaled and with its bias,
+                    f32[h], not differentiable: -inf where none is seen, NaN where one is. With it cuDNN gives sums of
+                    exponentials instead of their logarithms: lse and gradients may differ in the last bit.
     return_lse:     also return the logarithm of each query's sum of exponentials, what joins it included,
                     f32[b..., h, s]; -inf for a query that sees no key. Not differentiable.
     seq_major:      the operands are turned from [s, b, heads, d]: cuDNN reads and writes them there by strides, if
@@ -122,23 +124,23 @@ def run_attention(plan: AttentionPlan, operands: Sequence[jax.Array]) -> Any:
     for."""
     choice, options, form = plan
     if choice.implementation == "context_parallel":
-        out, lse, max_logit = *attend_cut(*split_joined(*operands), options), None
+        out, lse, top = *attend_cut(*split_joined(*operands), options), None
     elif choice.implementation == "cudnn":
-        out, lse, max_logit = *_attend_cudnn(operands, options, form), None
+        out, lse, top = _attend_cudnn(operands, options, form)
     else:
         q, k, v = split_joined(*operands)
         logits = q.shape[-3] * k.shape[-3]  # a symbol under `jax.export` may be of any size
         if isinstance(logits, int) and logits > _LONG**2 and options.implementation is None:
             text = f"plain JAX keeps s x t logits of more than {_LONG} x {_LONG} in memory, because"
             warn_once(options.name, f"{text} {choice.refused['cudnn']}.")
-        out, lse, max_logit = _attend_xla(q, k, v, options)
-    more = [max_logit.astype(jnp.float32)] if options.return_max_logit else []
+        out, lse, top = _attend_xla(q, k, v, options)
+    more = [largest_by_head(top).astype(jnp.float32)] if options.return_max_logit else []
     more += [lse.astype(jnp.float32)] if options.return_lse else []
     return (out, *more) if more else out
 
 
 def _attend_cudnn(operands, options: AttentionOptions, form: Form):
-    """-> out, lse of the ops."""
+    """-> out, lse, top (None where not asked for) of the ops."""
     restore = lambda out: out
     if len(operands) > 1:
         q, restore = undivided_groups(operands[0], operands[-1].shape[-2])
@@ -151,12 +153,12 @@ def _attend_cudnn(operands, options: AttentionOptions, form: Form):
         words = jax.random.bits(own_key(options.dropout_rng, *operands), (*q.shape[:-3], q.shape[-2], 4), jnp.uint32)
     *operands, bias, sink, segments, rng = align(*operands, bias, sink, segments, words)
     name = options.context_checkpoint_name
-    out, lse = attention(tuple(operands), bias, sink, segments, rng, form.attrs, name)
-    return restore(out), lse
+    out, lse, top = attention(tuple(operands), bias, sink, segments, rng, form.attrs, name)
+    return restore(out), lse, top
 
 
 def _attend_xla(q, k, v, options: AttentionOptions):
-    """-> out, lse, max_logit in plain JAX."""
+    """-> out, lse, top in plain JAX."""
     s, t = q.shape[-3], k.shape[-3]
     q, restore = undivided_groups(q, k.shape[-2])
     factor = None
@@ -169,9 +171,9 @@ def _attend_xla(q, k, v, options: AttentionOptions):
     k, v = whole_rows(k)[0], whole_rows(v)[0]
     arrays = (options.total_bias(s, t), options.mask.hides(s, t), factor, options.offset(q))
     q, k, v, bias, hidden, factor, offset = align(q, k, v, *arrays)
-    out, lse, max_logit = attend(
+    out, lse, top = attend(
         q, k, v, bias=bias, hidden=hidden, factor=factor, offset=offset, scale=options.scale,
         pre_scale=options.pre_scale, softcap=options.logit_softcap,
     )  # fmt: skip
     out = with_names(restore(restore_rows(out)), ATTENTION, options.context_checkpoint_name)
-    return out, lax.stop_gradient(lse), max_logit
+    return out, lax.stop_gradient(lse), top

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax.ops.attention.reference import merge_keys
+from te_jax.ops.attention.reference import largest, merge_keys
 
 _BUSY = 128  # CTAs: about a wave of the GPUs of today; the kernel has one for each row and head of keys
 _LEAST = 512  # keys of a piece: below, what a piece costs besides is no longer small
@@ -31,8 +31,8 @@ def is_one_query(queries: int, segments: int, *, sees_all: bool, adds: bool) -> 
 
 def one_query(
     run: Callable[..., Any], q: jax.Array, k: jax.Array, v: jax.Array, segments: jax.Array | None
-) -> tuple[jax.Array, jax.Array]:
-    """`attention_fwd` of q [b..., 1, (g r), d] without mask, bias and dropout -> out, lse.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """`attention_fwd` of q [b..., 1, (g r), d] without mask, bias and dropout -> out, lse, and top, or None.
 
     segments: i32[b..., 1, 4] or None. run(q, k, v, segments): the same for several queries, with one batch axis.
 
@@ -49,10 +49,12 @@ def one_query(
     keys, values = (x.reshape(b * pieces, t // pieces, g, -1) for x in (k, v))
     if segments is not None:
         segments = _of_pieces(segments.reshape(b, 4), queries, pieces, t // pieces)
-    out, lse = run(each, keys, values, segments)
+    out, lse, top = run(each, keys, values, segments)
+    if top is not None:
+        top = largest(top[:, :, :r].reshape(b, pieces, h), [1]).reshape(*batch, h, 1)
     out, lse = out[:, :r].reshape(b, pieces, r, g, e), lse[:, :, :r].reshape(b, pieces, g, r)
     out, lse = merge_keys([(out[:, piece], lse[:, piece]) for piece in range(pieces)])
-    return jnp.swapaxes(out, 1, 2).reshape(q.shape[:-1] + (e,)), lse.reshape(*batch, h, 1)
+    return jnp.swapaxes(out, 1, 2).reshape(q.shape[:-1] + (e,)), lse.reshape(*batch, h, 1), top
 
 
 def _of_pieces(segments, queries: int, pieces: int, width: int):

@@ -24,10 +24,11 @@ class Attrs(NamedTuple):
     deterministic: bool  # of the backward pass
     has_dbias: bool
     interleaved: bool = False  # of arrays that hold several of q, k, v
+    has_top: bool = False  # whether the forward op has this result
 
     def forward(self) -> dict[str, Any]:
         """The attributes of the forward op."""
-        others = ("deterministic", "has_dbias")
+        others = ("deterministic", "has_dbias", "has_top")
         return {name: value for name, value in self._asdict().items() if name not in others}
 
     def backward(self) -> dict[str, Any]:
@@ -88,7 +89,7 @@ def form_of(options: AttentionOptions, q: Any, k: Any) -> Form:
     left, right = (-1 if size is None else size for size in band[:2])
     attrs = Attrs(
         left, right, band.bottom_right, options.seq_major and described is None and not says_full, options.scale,
-        options.dropout_rate, options.deterministic, options.has_bias, options.interleaved,
+        options.dropout_rate, options.deterministic, options.has_bias, options.interleaved, options.return_max_logit,
     )  # fmt: skip
     return Form(options, attrs, described, says_full, hidden)
 

@@ -1,6 +1,6 @@
 """The attention ops: cuDNN (FlashAttention, https://arxiv.org/abs/2205.14135) on CUDA, plain JAX elsewhere."""
 
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -94,7 +94,8 @@ def _workspace(q, k, v, kv, qkv, bias, segments, *rest, outputs, deterministic=F
             "fwd" if is_forward else "bwd", "bf16" if q.dtype == jnp.bfloat16 else "f16", b, s, t, h, g, d, e,
             joined=joined, segments=0 if segments is None else segments.shape[1],
             bias_b=0 if bias is None else bias.shape[0], bias_h=0 if bias is None else bias.shape[1],
-            bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, deterministic=deterministic, **attrs,
+            bias_f32=bias is not None and bias.dtype == jnp.float32, dbias=dbias, deterministic=deterministic,
+            top="top" in outputs, **attrs,
         )  # fmt: skip
     slack = (16 << 20) + (64 * b * segments.shape[1] if segments is not None else 0)
     if is_forward:
@@ -166,15 +167,19 @@ def _call_forward(call, *operands, **attrs):
         return reference.forward(*operands, **attrs)
     if len(present(*arrays)) == 3 and _decodes(q, bias, segments, rng, **attrs):
         run = lambda q, k, v, segments: _run(call, q, k, v, None, None, None, segments, None, **attrs)
-        return *one_query(run, *present(*arrays), segments), None
+        out, lse, top = one_query(run, *present(*arrays), segments)
+        return out, lse, None, top
     batch, drawn = q.shape[:-3], _drawn_here(rng)
     each = (None if x is None else flatten_batch(x, x.ndim - len(batch)) for x in arrays)
     extras = _bias_of_rows(bias, batch), flatten_batch(segments, 2), flatten_batch(drawn, 2)
-    out, lse = _run(call, *each, *extras, **attrs)
-    if segments is not None and lse.shape[-1] == 1:
+    asks_plain = q.shape[-3] == 1 and (segments is not None or "top" in call.keywords["outputs"])
+    out, lse, top = _run(partial(call, outputs=("out", "lse")) if asks_plain else call, *each, *extras, **attrs)
+    if asks_plain:
         # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it XLA drops all of this.
-        lse = reference.forward(*operands, **attrs)[1]
-    return (*(x.reshape(*batch, *x.shape[1:]) for x in (out, lse)), drawn)
+        _, plain, _, top = reference.forward(*operands, **attrs)
+        lse = lse if segments is None else plain
+    out, lse, top = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in (out, lse, top))
+    return out, lse, drawn, top
 
 
 def _decodes(q, bias, segments, rng, *, left, right, seq_major, **attrs) -> bool:
@@ -184,11 +189,17 @@ def _decodes(q, bias, segments, rng, *, left, right, seq_major, **attrs) -> bool
 
 
 def _run(call, *operands, **attrs):
-    """The kernel, on arrays with one batch axis -> out, lse [b, h, s]. Segments and rng come last."""
-    out, lse = call(*operands, outputs=("out", "lse"), **attrs)
-    if operands[-2] is not None:  # of segments it is [b, s, h]
-        lse = jnp.swapaxes(lse.reshape(lse.shape[0], lse.shape[2], lse.shape[1]), 1, 2)
-    return out, lse
+    """The kernel, on arrays with one batch axis -> out, lse [b, h, s], and top, or None. Segments and rng come last."""
+    outputs = tuple(name for name in call.keywords["outputs"] if name != "drawn")
+    out, *by_query = call(*operands, **attrs | dict(outputs=outputs))
+    if operands[-2] is not None:  # of segments they are [b, s, h]
+        by_query = [jnp.swapaxes(x.reshape(x.shape[0], x.shape[2], x.shape[1]), 1, 2) for x in by_query]
+    if len(by_query) == 1:
+        return out, *by_query, None
+    total, top = by_query
+    lse = top + jnp.log(total)
+    # The kernel's maximum drops a NaN, which its sum keeps; it is NaN as well where a logit is inf.
+    return out, lse, jnp.where(jnp.isnan(lse) & (top < jnp.inf), jnp.nan, top)
 
 
 def _backward(call, dout, *operands, **attrs):
@@ -225,10 +236,10 @@ _REPLICATED = "s t c d e r w n f"
 
 attention_fwd: Op = Op(
     "te_attention_fwd",
-    f"{_ARRAYS}, {_EXTRAS}, rng?: {_WORDS} -> out: {_OF_QUERIES}, lse: {_LSE}, drawn?: {_WORDS}",
+    f"{_ARRAYS}, {_EXTRAS}, rng?: {_WORDS} -> out: {_OF_QUERIES}, lse: {_LSE}, drawn?: {_WORDS}, top?: {_LSE}",
     replicated=_REPLICATED,
-    fenced="out lse",
-    dtypes=lambda *operands, **attrs: (present(*operands)[0], jnp.float32, operands[-1]),
+    fenced="out lse top",
+    dtypes=lambda *operands, **attrs: (present(*operands)[0], jnp.float32, operands[-1], jnp.float32),
     reference=reference.forward,
     workspace=_workspace,
     layout=_layout,
@@ -249,6 +260,8 @@ dropout_rate: of the probabilities, with rng; 0.0 without.
 rng: u32[b..., h, 4], random bits, other ones for every row and head: so shards differ.
 out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys seen. One that sees none has 0, -inf.
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
+top: f32, the largest of the logits that a query sees, NaN where one is; -inf if it sees none. cuDNN's is inf of inf and
+    NaN; and with it lse, which is then the logarithm of cuDNN's sum, may differ in the last bit.
 """
 
 attention_bwd: Op = Op(

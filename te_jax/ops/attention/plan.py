@@ -80,7 +80,6 @@ def _cudnn_refuses_call(q, k, v, options: AttentionOptions) -> str:
     """Why no GPU's cuDNN op serves this call; "" if one may."""
     head_dim = max(q.shape[-1], v.shape[-1])
     for is_asked, what in (
-        (options.return_max_logit, "return_max_logit is set; cuDNN's op does not return it"),
         (options.logit_softcap, f"logit_softcap is {options.logit_softcap}; cuDNN's op does not have it"),
         (options.scale <= 0, f"scale is {options.scale}; cuDNN multiplies the -inf of what it has hidden by it"),
         (options.has_bias and head_dim > 128, f"head dim is {head_dim}; cuDNN has a bias's gradient up to 128"),

@@ -68,6 +68,16 @@ def finite_top(top: jax.Array) -> jax.Array:
     return lax.stop_gradient(jnp.where(top == -jnp.inf, 0, top))
 
 
+def largest(x: jax.Array, axes: Sequence[int]) -> jax.Array:
+    """The maximum over `axes`, -inf of nothing; NaN where there is one, which a maximum may drop (core/amax.py)."""
+    return jnp.where(jnp.any(jnp.isnan(x), axes), jnp.nan, jnp.max(x, axes, initial=-jnp.inf))
+
+
+def largest_by_head(top: jax.Array) -> jax.Array:
+    """f32[h] of the largest logits of queries, f32[b..., h, s]."""
+    return largest(top, [axis for axis in range(top.ndim) if axis != top.ndim - 2])
+
+
 def merge_keys(partials: Sequence[tuple[jax.Array, jax.Array]]) -> tuple[jax.Array, jax.Array]:
     """(out [..., s, h, e], lse [..., h, s]) of several sets of keys -> out, lse f32 of all (Rabe, Staats 2021,
     https://arxiv.org/abs/2112.05682); out of the first one's type."""
@@ -121,14 +131,12 @@ def attend(
     softcap:   c: scaled logits x become c * tanh(x / c), before a bias that is not pre_scale; None: they stay.
 
     Returns out [b..., s, h, e] of q's dtype, lse [b..., h, s], the logarithm of each query's sum of exponentials, -inf
-    if the query sees no key, and max_logit [h], the largest logit of each head. A query that sees no key has out 0.
-    Differentiable in q, k, v, bias and offset; max_logit is not.
+    if the query sees no key, and top [b..., h, s], the largest logit of each query, or -inf. A query that sees no key
+    has out 0. Differentiable in q, k, v, bias and offset; top is not.
     """
     logits = _logits(q, k, bias, hidden, scale=scale, pre_scale=pre_scale, softcap=softcap)
     top = jnp.max(logits, -1, keepdims=True, initial=-jnp.inf)
-    others = tuple(axis for axis in range(logits.ndim) if axis != logits.ndim - 3)
-    max_logit = jnp.max(top, others, initial=-jnp.inf)
-    max_logit = jnp.where(jnp.any(jnp.isnan(logits), others), jnp.nan, max_logit)  # a maximum drops a NaN (_amax.py)
+    of_queries = largest(lax.stop_gradient(logits), [logits.ndim - 1])
     offset = None if offset is None else as_rank(offset, top.ndim)
     top = finite_top(top if offset is None else jnp.maximum(top, offset))
     weights = jnp.exp(logits - top)
@@ -142,7 +150,7 @@ def attend(
     if factor is not None:
         probs = jnp.where(factor == 0, 0, probs * factor)
     lse = jnp.where(total == 0, -jnp.inf, top + jnp.log(jnp.where(total == 0, 1, total)))[..., 0]  # never log(0)
-    return mix(probs.astype(v.dtype), v).astype(q.dtype), lse, lax.stop_gradient(max_logit)
+    return mix(probs.astype(v.dtype), v).astype(q.dtype), lse, of_queries
 
 
 def _logits(q, k, bias, hidden, *, scale, pre_scale=False, softcap=None):
@@ -178,16 +186,16 @@ def split_joined(*operands: Any) -> tuple[Any, ...]:
 def forward(
     *operands: Any, dropout_rate: float, scale: float, seq_major: bool, interleaved: bool, **band: Any
 ) -> tuple[Any, ...]:
-    """-> out, lse, drawn of the forward op."""
+    """-> out, lse, drawn, top of the forward op."""
     del seq_major, interleaved  # they only say how arrays lie in memory
     *arrays, bias, segments, rng = operands
     q, k, v = split_joined(*(x for x in arrays if x is not None))
     s, t = q.shape[-3], k.shape[-3]
-    out, lse, _ = attend(
+    out, lse, top = attend(
         *(x.astype(sum_type(x)) for x in (q, k, v)), bias=bias, hidden=_hidden(s, t, segments, **band),
         factor=_dropped(rng, dropout_rate, s, t), scale=scale,
     )  # fmt: skip
-    return out.astype(q.dtype), lse.astype(jnp.float32), rng
+    return out.astype(q.dtype), lse.astype(jnp.float32), rng, top.astype(jnp.float32)
 
 
 def backward(

@@ -24,8 +24,8 @@ def attention(
     rng: jax.Array | None,
     attrs: Attrs,
     name: str | None,
-) -> tuple[jax.Array, jax.Array]:
-    """-> out, lse (not differentiable) of the forward op, in the terms of `Form`.
+) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """-> out, lse and, if attrs has it, top of the forward op, in the terms of `Form`; only out is differentiable.
 
     operands: (q, k, v), (q, kv) or (qkv,).
 
@@ -36,20 +36,22 @@ def attention(
 
 
 def _attention_fwd(operands, bias, sink, segments, rng, attrs, name):
-    outputs = ("out", "lse") if rng is None else ("out", "lse", "drawn")
+    outputs = ("out", "lse", *("drawn",) * (rng is not None), *("top",) * attrs.has_top)
     arrays = *_by_name(operands), _whole(bias, operands), segments, rng
-    out, lse, *drawn = attention_fwd(*arrays, outputs=outputs, **attrs.forward())
+    results = dict(zip(outputs, attention_fwd(*arrays, outputs=outputs, **attrs.forward()), strict=True))
+    out, lse, top = results["out"], results["lse"], results.get("top")
     if bias is not None:  # queries that see no key
         blind = lse < HIDES
         out, lse = jnp.where(_of_rows(blind), 0, out), jnp.where(blind, -jnp.inf, lse)
+        top = None if top is None else jnp.where(blind, -jnp.inf, top)
     # A policy that saves one of these names saves all that the backward pass needs of the forward kernel.
-    out, lse, *drawn = with_names([*with_sink(out, lse, sink), *drawn], ATTENTION, name)
-    return (out, lse), (operands, bias, sink, segments, out, lse, drawn[0] if drawn else None)
+    out, lse, drawn = with_names((*with_sink(out, lse, sink), results.get("drawn")), ATTENTION, name)
+    return (out, lse, top), (operands, bias, sink, segments, out, lse, drawn)
 
 
 def _attention_bwd(attrs, name, residuals, cotangents):
     operands, bias, sink, segments, out, lse, drawn = residuals
-    dout, _ = cotangents
+    dout, *_ = cotangents
     outputs = (*(f"d{name}" for name in _OPERANDS[len(operands)]), *("dbias",) * attrs.has_dbias)
     arrays, whole = _by_name(operands), _whole(bias, operands)
     # exp(low - 0) is 0: no gradient comes of queries that see no key.
@@ -69,7 +71,7 @@ attention.defvjp(_attention_fwd, _attention_bwd)
 def attention_fwd_of(operands: Sequence[jax.Array], form: Form) -> tuple[jax.Array, jax.Array]:
     """-> out, lse of `attention`, without a derivative."""
     bias, segments = form.extras(*operands[:2])
-    return _attention_fwd(operands, bias, None, segments, None, form.attrs, None)[0]
+    return _attention_fwd(operands, bias, None, segments, None, form.attrs, None)[0][:2]
 
 
 def attention_bwd_of(operands: Sequence[jax.Array], form: Form, dout: jax.Array, out: jax.Array, lse: jax.Array) -> Any:
