@@ -62,8 +62,8 @@ def dot_product_attention(q: jax.Array, k: jax.Array, v: jax.Array, **options: U
                     `mask`, segment ids, segments with a bias, bottom-right bands with a bias or dropout, and
                     the window of a single query as a bias: b * s * t numbers of q's type.
     return_max_logit: also return the largest logit of each head that a query of any row sees, scaled and with its bias,
-                    f32[h], not differentiable: -inf where none is seen, NaN where one is. With it cuDNN gives sums of
-                    exponentials instead of their logarithms: lse and gradients may differ in the last bit.
+                    f32[h], not differentiable: -inf where none is seen, NaN where one is. cuDNN may then take another
+                    engine, and lse is computed from its maxima and sums: the other results may be rounded otherwise.
     return_lse:     also return the logarithm of each query's sum of exponentials, what joins it included,
                     f32[b..., h, s]; -inf for a query that sees no key. Not differentiable.
     seq_major:      the operands are turned from [s, b, heads, d]: cuDNN reads and writes them there by strides, if

@@ -261,7 +261,7 @@ rng: u32[b..., h, 4], random bits, other ones for every row and head: so shards 
 out: of q's type. lse: f32, natural log of the sum of exp(logits) over the keys seen. One that sees none has 0, -inf.
 drawn: with rng: what the backward pass draws the same mask from. The mask depends on the sharding where cuDNN draws it.
 top: f32, the largest of the logits that a query sees, NaN where one is; -inf if it sees none. cuDNN's is inf of inf and
-    NaN; and with it lse, which is then the logarithm of cuDNN's sum, may differ in the last bit.
+    NaN; with it lse is computed from cuDNN's sums, and may differ in the last bit.
 """
 
 attention_bwd: Op = Op(
