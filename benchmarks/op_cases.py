@@ -216,6 +216,10 @@ CASES = [
         dict(contract=1, out_dtype=jnp.dtype(f32), fast_accum=False, tune=False), None, {"n...": 1, "k...": 1},
     ),
     Case(
+        "gemm_into", "te_gemm_into", {**_groups("m", "n", "k"), "p": 2}, (E4M3, E5M2, f32, f32, None, f32),
+        dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, entry=1, entries=2, pause=1),
+    ),
+    Case(
         "gemm_sum_fp8", "te_gemm_sum", _groups("m", "n", "k0", "k1", "k2"),
         (E5M2, E4M3, f32, f32, E5M2, E4M3, f32, f32, *(None,) * 5),
         dict(lead=1, out_dtype=jnp.dtype(f32), fast_accum=True, tune=False, precision=None), None,

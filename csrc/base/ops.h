@@ -171,9 +171,12 @@ Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg ama
                          Rets results, int64_t interval, double margin, bool newest);
 
 // lhs [m..., k...], rhs [n..., k...], of whose axes the last `contract` are k; lhs_scale_inv?, rhs_scale_inv?
-// f32 [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size.
+// f32 [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size. With `entry` of
+// 0 or more out is [p, m..., n...], of which only this entry is written: c, if it is there, is the same
+// buffer, and not added. pause: microseconds before the product starts, so that a collective can first.
 Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
-                  Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune);
+                  Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune,
+                  int64_t entry, int64_t pause);
 
 // The product of matrices lhs [m, k], rhs [n, k] with a scale for each block of 128 along k: lhs_scale_inv
 // f32 [k/128, m], and rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4].
@@ -182,7 +185,7 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
 // m...], rhs_block_inv f32 [n.../128, k.../128], with blocks along the last axes of n and k.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
-                       int64_t outer, bool tune);
+                       int64_t outer, bool tune, int64_t pause);
 
 // softmax(scale * q k^T + bias, masked) v per head. q [b, s, h, d], k [b, t, g, d], v [b, t, g, e]; or q and
 // kv [b, t, 2, g, d]; or qkv [b, s, 3, h, d]; interleaved, kv and qkv lie as [b, t, g, 2, d], [b, s, h, 3,

@@ -19,6 +19,8 @@ const dl::Library& CublasLt() {
 
 namespace {
 
+constexpr int64_t kEntryAligned = 256;  // bytes: what algorithms are chosen for
+
 // The arrays of both ops but the scales; the last `contract` axes of lhs and rhs are k.
 struct Call {
   const char* op;
@@ -55,30 +57,51 @@ Status MakeKey(const Call& call, bool tune, GemmKey* key) {
 }
 
 Status Run(Stage stage, cudaStream_t stream, const Call& call, const GemmKey& key,
-           const Tensor& lhs_scale_inv, const Tensor& rhs_scale_inv) {
+           const Tensor& lhs_scale_inv, const Tensor& rhs_scale_inv, int64_t pause) {
   const bool runs = stage == Stage::kExecute;
   if (key.empty())  // a sum of no products, if there is a result at all
     return runs && Present(call.out) ? BiasPlusC(stream, call.bias, call.c, call.out, key.n) : Status{};
   GemmChoice choice;
   TE_TRY(FindGemm(stream, key, &choice));
   if (!runs) return {};
+  TE_TRY(Pause(stream, pause));
   return Matmul(stream, choice.handle, key, choice.algo,
                 {call.lhs.data, call.rhs.data, Data<float>(lhs_scale_inv), Data<float>(rhs_scale_inv),
                  Data<void>(call.bias), Data<void>(call.c), call.out.data, Data<void>(call.workspace)});
+}
+
+// Entry i of `out`, which `whole`, if it is there, lies where it does.
+Status EntryOf(Stage stage, const Tensor& out, const Tensor& whole, int64_t i, Tensor* entry) {
+  TE_CHECK(out.rank > 0 && i < out.sizes[0], "te_gemm: entry is %ld, out is %s; pass one that out has",
+           long(i), out.shape().c_str());
+  TE_TRY(Expect("te_gemm", {{"c", whole, out.type, Axes(out), kOptional}}));
+  TE_CHECK(stage != Stage::kExecute || !Present(whole) || whole.data == out.data,
+           "te_gemm: c lies elsewhere than out, of which entry %ld is written; pass one buffer", long(i));
+  *entry = {out.data, out.type, out.sizes + 1, out.rank - 1};
+  const int64_t bytes = entry->bytes();
+  TE_CHECK(bytes % kEntryAligned == 0, "te_gemm: an entry of out has %ld bytes; pass a multiple of %ld",
+           long(bytes), long(kEntryAligned));
+  if (out.data) entry->data = static_cast<char*>(out.data) + i * bytes;
+  return {};
 }
 
 }  // namespace
 
 // Without scales FP8 operands are taken as they are.
 Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
-                  Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune) {
+                  Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune,
+                  int64_t entry, int64_t pause) {
   GemmKey key;
-  const Call call{"te_gemm", lhs, rhs, bias, c, out, workspace, contract};
+  Call call{"te_gemm", lhs, rhs, bias, c, out, workspace, contract};
+  if (entry >= 0) {
+    call.c = kNone;
+    TE_TRY(EntryOf(stage, out, c, entry, &call.out));
+  }
   TE_TRY(MakeKey(call, tune, &key));
   key.fast_accum = fast_accum && key.fp8();  // of no effect on other types: one plan for both
   TE_TRY(Expect(call.op, {{"lhs_scale_inv", lhs_scale_inv, F32, {}, AbsentIf(!key.fp8())},
                           {"rhs_scale_inv", rhs_scale_inv, F32, {}, AbsentIf(!key.fp8())}}));
-  return Run(stage, stream, call, key, lhs_scale_inv, rhs_scale_inv);
+  return Run(stage, stream, call, key, lhs_scale_inv, rhs_scale_inv, pause);
 }
 
 namespace {
@@ -112,7 +135,7 @@ Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, co
 // The scales are as gemm.h says, or of more axes.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
-                       int64_t outer, bool tune) {
+                       int64_t outer, bool tune, int64_t pause) {
   GemmKey key;
   const Call call{"te_gemm_block", lhs, rhs, bias, c, out, workspace, outer + 1};
   TE_CHECK(outer >= 0, "%s: outer is %ld; pass 0 or more", call.op, long(outer));
@@ -137,10 +160,12 @@ Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg l
                        {"rhs_block_inv", rhs_block_inv, F32, square_axes, kOptional}}));
   for (const Tensor& scale : {Tensor(lhs_scale_inv), Tensor(rhs_scale_inv), Tensor(rhs_block_inv)})
     TE_CHECK(Aligned(Data<float>(scale)), "%s: scales must be aligned to 16 bytes", call.op);
-  if (!matrices && !key.empty())
-    return stage == Stage::kExecute ? RunOneGroup(stream, call, key, n, k, lhs_scale_inv, rhs_block_inv)
-                                    : Status{};
-  return Run(stage, stream, call, key, lhs_scale_inv, squares ? Tensor(rhs_block_inv) : rhs_scale_inv);
+  if (!matrices && !key.empty()) {
+    if (stage != Stage::kExecute) return {};
+    TE_TRY(Pause(stream, pause));
+    return RunOneGroup(stream, call, key, n, k, lhs_scale_inv, rhs_block_inv);
+  }
+  return Run(stage, stream, call, key, lhs_scale_inv, squares ? Tensor(rhs_block_inv) : rhs_scale_inv, pause);
 }
 
 }  // namespace te

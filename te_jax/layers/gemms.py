@@ -3,17 +3,20 @@
 from collections.abc import Sequence
 
 import jax
+from jax.sharding import PartitionSpec
 
 from te_jax.core.arrays import as_rank
 from te_jax.core.policies import GEMM, with_names
 from te_jax.core.products import DGRAD, FPROP, WGRAD, product
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
+from te_jax.layers.token_pieces import Place
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
 from te_jax.ops.formats import format_of, transpose
-from te_jax.ops.gemm.dense import Formats, dot, gemm, gemm_sum
+from te_jax.ops.gemm.dense import ONE_SCALE, Formats, dot, gemm, gemm_sum
 from te_jax.ops.gemm.grouped import GROUPED_IN_FP8, gemm_grouped, gemm_grouped_wgrad, gemm_grouped_wide_wgrad
+from te_jax.ops.gemm.into import gemm_into
 from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import explicit_spec
 from te_jax.state import fp8
@@ -48,21 +51,39 @@ def fprop_each(
     if config.recipe.override_linear_precision[_FPROP]:
         return tuple(_wide_fprop(x, *term, residual) for term in terms)
 
-    def multiply(piece):
+    def multiply(piece, place=None):
         ((lhs, lhs_inv),), residual = piece
-        return tuple(of_term(lhs, lhs_inv, residual, *term) for term in terms)
+        return tuple(of_term(lhs, lhs_inv, residual, place, at, *term) for at, term in enumerate(terms))
 
-    def of_term(lhs, lhs_inv, residual, w, bias, config):
+    def of_term(lhs, lhs_inv, residual, place, at, w, bias, config):
         rhs, rhs_inv = w.columns
         options = dict(contract=config.contract, out_dtype=config.x.dtype, out_spec=config.spec)
-        y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options, **_options(_FPROP, config))
+        options |= _options(_FPROP, config) | (dict(pause=place.pause) if place and at == 0 else {})
+        if place and place.into:
+            return _into(place, at, lhs, rhs, lhs_inv, rhs_inv, bias, options)
+        y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
         # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
         return y if config.spec is None else jax.sharding.reshard(y, config.spec)
 
     if (pieces := config.pieces) is None:
         return multiply(([x.rows], residual))
     kernels = [w.columns for w, *_ in terms]
-    return pieces.multiply(multiply, [x.rows], residual, kernels, config.lead, gathers=pieces.gathers)[0]
+    results = len(terms) if residual is None and _writes_entries(_FPROP, config) else 0
+    options = dict(gathers=pieces.gathers, results=results)
+    return pieces.multiply(multiply, [x.rows], residual, kernels, config.lead, **options)[0]
+
+
+def _writes_entries(which: int, config: Config) -> bool:
+    """Whether products of pieces are written where they lie in the whole."""
+    return _formats(which, config.recipe) == ONE_SCALE
+
+
+def _into(place: Place, at: int, lhs, rhs, lhs_inv, rhs_inv, bias, options) -> jax.Array:
+    """A product as the entry of result `at` that `place` says."""
+    options, spec = {name: a for name, a in options.items() if name != "formats"}, options["out_spec"]
+    where = dict(into=place.into[at], entry=place.entry, entries=place.entries)
+    y = gemm_into(lhs, rhs, lhs_inv, rhs_inv, bias, **where, **options)
+    return y if spec is None else jax.sharding.reshard(y, PartitionSpec(None, *spec))
 
 
 def _wide_fprop(x, w, bias, config, residual):
@@ -94,10 +115,15 @@ def dgrad_and_read(
     options |= {} if high else _options(_DGRAD, config)
     tensors = [dy for dy, *_ in terms]
 
-    def multiply(piece):
+    def multiply(piece, place=None):
         pairs = zip(piece[0], (w.rows for _, w, _ in terms))
         pairs = [(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs]
-        return (gemm_sum(pairs, piece[1], **options),)
+        of_place = dict(pause=place.pause) if place else {}
+        if place and place.into:
+            lhs = pairs[0][0]
+            of_one = {name: a for name, a in options.items() if name != "lead"}
+            return (_into(place, 0, *pairs[0], None, of_one | of_place | dict(contract=lhs.ndim - config.lead)),)
+        return (gemm_sum(pairs, piece[1], **options, **of_place),)
 
     with jax.default_matmul_precision(config.precision):
         if high:
@@ -106,7 +132,9 @@ def dgrad_and_read(
         if (pieces := config.pieces) is None:
             return multiply((rows, onto))[0], tensors
         kernels = [w.rows for _, w, _ in terms]
-        (dx,), read = pieces.multiply(multiply, rows, onto, kernels, config.lead, gathers=not pieces.gathers)
+        in_place = len(terms) == 1 and onto is None and _writes_entries(_DGRAD, config)
+        ways = dict(gathers=not pieces.gathers, results=int(in_place), late=True)
+        (dx,), read = pieces.multiply(multiply, rows, onto, kernels, config.lead, **ways)
     if pieces.gathers or not format_of(config.recipe, "grad").shared:
         return dx, tensors
     whole = [pieces.join([data for data, _ in of_term]) for of_term in read]

@@ -25,6 +25,17 @@ from te_jax.sharding.resource import current_mesh_resource
 
 Rows = tuple[jax.Array, jax.Array]  # data and inverse scales, as `Fp8Tensor.rows`
 Piece = tuple[list[Rows], jax.Array | None]  # of the factors of products, and of what is added
+# Microseconds. The longest in which a collective was late, on an H200 (docs/design.md).
+_PAUSE = 8
+
+
+class Place(NamedTuple):
+    """Where a product of a piece stands among those of all pieces."""
+
+    entry: int  # of `entries` pieces
+    entries: int
+    into: tuple[jax.Array | None, ...] | None  # what the results are entries of, if there is any; None: of nothing
+    pause: int  # microseconds before the product starts, for a collective to start first
 
 
 class AxisPieces(NamedTuple):
@@ -123,20 +134,35 @@ class TokenPieces(NamedTuple):
             pieces = [cut.undo(pieces[i : i + cut.count]) for i in range(0, len(pieces), cut.count)]
         return pieces[0]
 
+    def whole(self, a: jax.Array) -> jax.Array:
+        """What was cut, of its pieces [pieces, *B of one, ...]: [*B, ...]. Pieces of rows lie as they are."""
+        a = a.reshape(*(cut.count for cut in self.cuts), *a.shape[1:])
+        for i, cut in reversed(list(enumerate(self.cuts))):
+            at = i + 1 + cut.axis
+            merged = (*a.shape[:i], *a.shape[i + 1 : at], a.shape[at] * cut.count, *a.shape[at + 1 :])
+            if cut.devices > 1:
+                a, at = a.reshape(*a.shape[:at], cut.devices, -1, *a.shape[at + 1 :]), at + 1
+            a = jnp.moveaxis(a, i, at - 1).reshape(merged)
+        return a
+
     def multiply(
         self,
-        product: Callable[[Piece], tuple[jax.Array, ...]],
+        product: Callable[[Piece, Place], tuple[jax.Array, ...]],
         rows: Sequence[Rows],
         added: jax.Array | None,
         others: Any,
         lead: int,
         gathers: bool,
+        results: int = 0,
+        late: bool = False,
     ) -> tuple[tuple[jax.Array, ...], list[list[Rows]]]:
-        """product((rows, added)) in pieces, each of its results [*B, ...] joined; and the pieces of each of the rows as
-        they were read.
+        """product((rows, added), place) in pieces, each of its results [*B, ...] joined; and the pieces of each of the
+        rows as they were read.
 
         rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. others: arrays that all products
         read. lead: axes in B. gathers: the rows are gathered, as those of x in fprop; else the results are scattered.
+        results: how many results the product writes as entries of arrays, in place; 0: it returns those of the piece.
+        late: nothing else runs in front of the first product, so that its piece and the next are due at the same time.
         """
         before = [max(scale_inv.ndim - lead, 0) for _, scale_inv in rows]  # axes of blocks
         cut = [list(zip(self.cut(data), self.cut(inverse, at))) for (data, inverse), at in zip(rows, before)]
@@ -147,10 +173,13 @@ class TokenPieces(NamedTuple):
             return whole, piece[1]
 
         if gathers:
-            results, each = _in_turn(product, each, gather, others)
+            joined, each = _in_turn(product, each, gather, others, results, late)
+            joined = tuple(map(self.whole if results else self.join, joined))
         else:
-            results = [tuple(map(self.scatter, product(piece))) for piece in each]
-        return tuple(map(self.join, zip(*results))), [list(of_one) for of_one in zip(*(piece[0] for piece in each))]
+            places = [Place(i, len(each), None, _PAUSE if i else 0) for i in range(len(each))]  # all but one sum travel
+            sums = [tuple(map(self.scatter, product(*of_piece))) for of_piece in zip(each, places)]
+            joined = tuple(map(self.join, zip(*sums)))
+        return joined, [list(of_one) for of_one in zip(*(piece[0] for piece in each))]
 
     def gather(self, a: jax.Array | None, before: int = 0) -> jax.Array | None:
         """A piece [..., *B, ...] as products read it, all of its tokens on every device."""
@@ -173,17 +202,20 @@ class TokenPieces(NamedTuple):
         return jax.lax.with_sharding_constraint(a, PartitionSpec(*lead, *free[len(lead) :]))
 
 
-def _in_turn(product, pieces: list[Piece], gather, others) -> tuple[list[tuple[jax.Array, ...]], list[Piece]]:
-    """The product of each piece, and the gathered pieces. A piece is gathered only when the product of the last but one
-    is there, the second one when `others` are, which products read too: XLA starts collectives as soon as it can, and
-    runs one at a time, so that the first product would wait for all but one, and what makes `others` for the first."""
+def _in_turn(product, pieces: list[Piece], gather, others, results: int, late: bool):
+    """The results of the products, each a list of its pieces or an array of them, and the gathered pieces. A piece is
+    gathered only when the product of the last but one is there, the second one when `others` are, which products read
+    too: XLA starts collectives as soon as it can, and runs one at a time, so that the first product would wait for all
+    but one, and what makes `others` for the first."""
     first, second, *_ = pieces
     second, _ = jax.lax.optimization_barrier((second, others))
-    whole, results = [gather(first), gather(second)], []
+    whole, of_pieces, into = [gather(first), gather(second)], [], (None,) * results or None
     for i in range(len(pieces)):
-        y = product(whole[i])
-        if i + 1 < len(pieces):
+        is_last = i + 1 == len(pieces)
+        y = product(whole[i], Place(i, len(pieces), into, 0 if is_last or (i == 0 and not late) else _PAUSE))
+        if not is_last:
             y, whole[i + 1], later = jax.lax.optimization_barrier((y, whole[i + 1], pieces[i + 2 : i + 3]))
             whole += map(gather, later)
-        results.append(y)
-    return results, whole
+        of_pieces.append(y)
+        into = y if results else None
+    return list(zip(*of_pieces)) if into is None else into, whole

@@ -83,7 +83,7 @@ def test_a_composed_op_calls_the_kernels_of_others(case, rng, monkeypatch):
     """A GEMM kernel for each FP8 term of a sum, added by its epilogue; other products, and MXFP8 ones, are XLA's."""
     monkeypatch.setattr(extension, "has_cuda_device", lambda: False)  # a GPU here may be too old for MXFP8
     calls, terms = cuda_calls(case, rng), sum(d == E5M2 for d in case.dtypes)
-    kernels = ["te_gemm"] * terms if case.op == "te_gemm_sum" else []
+    kernels = ["te_gemm"] * terms if case.op in ("te_gemm_sum", "te_gemm_into") else []
     assert [re.search(r"@(\w+)", call)[1] for call in calls] == kernels
 
 

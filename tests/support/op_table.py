@@ -21,6 +21,7 @@ KERNEL = "own kernel, sm_80 and up"
 ON_CUDA = {
     r"te_gemm": "cuBLASLt; FP8 from sm_89",
     r"te_gemm_block": "cuBLASLt, sm_90 only",
+    r"te_gemm_into": "`te_gemm`, which writes an entry of `into` in place",
     r"te_gemm_mx": "`jax.nn.scaled_matmul`, from sm_100 on, not tested",
     r"te_gemm_sum": "`te_gemm` for each FP8 term, else XLA's products",
     r"te_gemm_grouped.*": "own kernel, sm_90 only; elsewhere plain JAX",
