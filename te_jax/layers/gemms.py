@@ -10,7 +10,7 @@ from te_jax.core.policies import GEMM, with_names
 from te_jax.core.products import DGRAD, FPROP, WGRAD, product
 from te_jax.layers.config import Config
 from te_jax.layers.tensor import Fp8Tensor
-from te_jax.layers.token_pieces import Place
+from te_jax.layers.token_pieces import Turn
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
 from te_jax.ops.formats import format_of, transpose
@@ -51,16 +51,16 @@ def fprop_each(
     if config.recipe.override_linear_precision[_FPROP]:
         return tuple(_wide_fprop(x, *term, residual) for term in terms)
 
-    def multiply(piece, place=None):
+    def multiply(piece, turn=None):
         ((lhs, lhs_inv),), residual = piece
-        return tuple(of_term(lhs, lhs_inv, residual, place, at, *term) for at, term in enumerate(terms))
+        return tuple(of_term(lhs, lhs_inv, residual, turn, at, *term) for at, term in enumerate(terms))
 
-    def of_term(lhs, lhs_inv, residual, place, at, w, bias, config):
+    def of_term(lhs, lhs_inv, residual, turn, at, w, bias, config):
         rhs, rhs_inv = w.columns
         options = dict(contract=config.contract, out_dtype=config.x.dtype, out_spec=config.spec)
-        options |= _options(_FPROP, config) | (dict(pause=place.pause) if place and at == 0 else {})
-        if place and place.into:
-            return _into(place, at, lhs, rhs, lhs_inv, rhs_inv, bias, options)
+        options |= _options(_FPROP, config) | (dict(pause=turn.pause) if turn and at == 0 else {})
+        if turn and turn.into:
+            return _into(turn, at, lhs, rhs, lhs_inv, rhs_inv, bias, options)
         y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
         # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
         return y if config.spec is None else jax.sharding.reshard(y, config.spec)
@@ -74,14 +74,14 @@ def fprop_each(
 
 
 def _writes_entries(which: int, config: Config) -> bool:
-    """Whether products of pieces are written where they lie in the whole."""
-    return _formats(which, config.recipe) == ONE_SCALE
+    """Whether products of pieces are written where they lie in the whole: te_gemm_into has factors of one scale."""
+    return config.pieces.lie_together and _formats(which, config.recipe) == ONE_SCALE
 
 
-def _into(place: Place, at: int, lhs, rhs, lhs_inv, rhs_inv, bias, options) -> jax.Array:
-    """A product as the entry of result `at` that `place` says."""
+def _into(turn: Turn, at: int, lhs, rhs, lhs_inv, rhs_inv, bias, options) -> jax.Array:
+    """A product as the entry of result `at` that `turn` says."""
     options, spec = {name: a for name, a in options.items() if name != "formats"}, options["out_spec"]
-    where = dict(into=place.into[at], entry=place.entry, entries=place.entries)
+    where = dict(into=turn.into[at], entry=turn.entry, entries=turn.entries)
     y = gemm_into(lhs, rhs, lhs_inv, rhs_inv, bias, **where, **options)
     return y if spec is None else jax.sharding.reshard(y, PartitionSpec(None, *spec))
 
@@ -115,15 +115,15 @@ def dgrad_and_read(
     options |= {} if high else _options(_DGRAD, config)
     tensors = [dy for dy, *_ in terms]
 
-    def multiply(piece, place=None):
+    def multiply(piece, turn=None):
         pairs = zip(piece[0], (w.rows for _, w, _ in terms))
         pairs = [(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs]
-        of_place = dict(pause=place.pause) if place else {}
-        if place and place.into:
+        of_turn = dict(pause=turn.pause) if turn else {}
+        if turn and turn.into:
             lhs = pairs[0][0]
             of_one = {name: a for name, a in options.items() if name != "lead"}
-            return (_into(place, 0, *pairs[0], None, of_one | of_place | dict(contract=lhs.ndim - config.lead)),)
-        return (gemm_sum(pairs, piece[1], **options, **of_place),)
+            return (_into(turn, 0, *pairs[0], None, of_one | of_turn | dict(contract=lhs.ndim - config.lead)),)
+        return (gemm_sum(pairs, piece[1], **options, **of_turn),)
 
     with jax.default_matmul_precision(config.precision):
         if high:

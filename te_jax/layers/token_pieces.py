@@ -25,11 +25,10 @@ from te_jax.sharding.resource import current_mesh_resource
 
 Rows = tuple[jax.Array, jax.Array]  # data and inverse scales, as `Fp8Tensor.rows`
 Piece = tuple[list[Rows], jax.Array | None]  # of the factors of products, and of what is added
-# Microseconds. The longest in which a collective was late, on an H200 (docs/design.md).
-_PAUSE = 8
+_PAUSE = 8  # microseconds: what a collective needs to start, on an H200, and half as many again
 
 
-class Place(NamedTuple):
+class Turn(NamedTuple):
     """Where a product of a piece stands among those of all pieces."""
 
     entry: int  # of `entries` pieces
@@ -134,20 +133,20 @@ class TokenPieces(NamedTuple):
             pieces = [cut.undo(pieces[i : i + cut.count]) for i in range(0, len(pieces), cut.count)]
         return pieces[0]
 
+    @property
+    def lie_together(self) -> bool:
+        """Whether each piece is rows of the batch that lie together, so that products can write where they lie."""
+        return len(self.cuts) == 1 and self.cuts[0].axis == 0 != self.crossing
+
     def whole(self, a: jax.Array) -> jax.Array:
-        """What was cut, of its pieces [pieces, *B of one, ...]: [*B, ...]. Pieces of rows lie as they are."""
-        a = a.reshape(*(cut.count for cut in self.cuts), *a.shape[1:])
-        for i, cut in reversed(list(enumerate(self.cuts))):
-            at = i + 1 + cut.axis
-            merged = (*a.shape[:i], *a.shape[i + 1 : at], a.shape[at] * cut.count, *a.shape[at + 1 :])
-            if cut.devices > 1:
-                a, at = a.reshape(*a.shape[:at], cut.devices, -1, *a.shape[at + 1 :]), at + 1
-            a = jnp.moveaxis(a, i, at - 1).reshape(merged)
-        return a
+        """What was cut, of its pieces, which `lie_together`: [pieces, *B of one, ...] -> [*B, ...]."""
+        (cut,), rest = self.cuts, a.shape[2:]
+        a = a.reshape(cut.count, cut.devices, -1, *rest)
+        return jnp.moveaxis(a, 0, 1).reshape(-1, *rest)
 
     def multiply(
         self,
-        product: Callable[[Piece, Place], tuple[jax.Array, ...]],
+        product: Callable[[Piece, Turn], tuple[jax.Array, ...]],
         rows: Sequence[Rows],
         added: jax.Array | None,
         others: Any,
@@ -156,7 +155,7 @@ class TokenPieces(NamedTuple):
         results: int = 0,
         late: bool = False,
     ) -> tuple[tuple[jax.Array, ...], list[list[Rows]]]:
-        """product((rows, added), place) in pieces, each of its results [*B, ...] joined; and the pieces of each of the
+        """product((rows, added), turn) in pieces, each of its results [*B, ...] joined; and the pieces of each of the
         rows as they were read.
 
         rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. others: arrays that all products
@@ -176,8 +175,8 @@ class TokenPieces(NamedTuple):
             joined, each = _in_turn(product, each, gather, others, results, late)
             joined = tuple(map(self.whole if results else self.join, joined))
         else:
-            places = [Place(i, len(each), None, _PAUSE if i else 0) for i in range(len(each))]  # all but one sum travel
-            sums = [tuple(map(self.scatter, product(*of_piece))) for of_piece in zip(each, places)]
+            turns = [Turn(i, len(each), None, _PAUSE if i else 0) for i in range(len(each))]  # all but one sum travel
+            sums = [tuple(map(self.scatter, product(*of_piece))) for of_piece in zip(each, turns)]
             joined = tuple(map(self.join, zip(*sums)))
         return joined, [list(of_one) for of_one in zip(*(piece[0] for piece in each))]
 
@@ -212,7 +211,7 @@ def _in_turn(product, pieces: list[Piece], gather, others, results: int, late: b
     whole, of_pieces, into = [gather(first), gather(second)], [], (None,) * results or None
     for i in range(len(pieces)):
         is_last = i + 1 == len(pieces)
-        y = product(whole[i], Place(i, len(pieces), into, 0 if is_last or (i == 0 and not late) else _PAUSE))
+        y = product(whole[i], Turn(i, len(pieces), into, 0 if is_last or (i == 0 and not late) else _PAUSE))
         if not is_last:
             y, whole[i + 1], later = jax.lax.optimization_barrier((y, whole[i + 1], pieces[i + 2 : i + 3]))
             whole += map(gather, later)

@@ -36,7 +36,8 @@ class MeshResource(KnownFields):
                    travels while the next is multiplied. Numbers are as without it where a GEMM adds up in one order
                    for any number of rows. 1: all at once, as in layers whose tokens on a device these do not divide
                    (said once), products out of FP8, projections behind no norm of their own, sequences that cp_resource
-                   divides, too, and inside a `jax.shard_map`.
+                   divides, too, and inside a `jax.shard_map`. The rows of the batch that a device has are the number
+                   that copies least.
 
     Raises TypeError for a field of another type, ValueError for an axis that two other fields name, for another dtype
     for pieces below 1, and for several without tpsp_resource.

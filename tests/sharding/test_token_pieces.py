@@ -1,6 +1,8 @@
 """`MeshResource.tpsp_pieces`: the bits of products that multiply all tokens at once, and their bytes; only tokens of
 fprop and dgrad cross in pieces."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -106,6 +108,23 @@ def test_nnx():
     (want, before), (got, after) = results
     check_same_bits(got, want)
     assert after["reduce-scatter", "bf16"][0] == 2 * before["reduce-scatter", "bf16"][0]
+
+
+def test_products_write_where_pieces_lie():
+    """And what runs next to a collective lets it start first: of gathered pieces all but the last in the backward pass,
+    where nothing else runs before, and of scattered sums all but the first."""
+    x, wi, wo, gamma = (jnp.zeros(shape, jnp.bfloat16) for shape in ((4, 8, 32), (32, 1, 64), (64, 32), (32,)))
+    specs = dict(tokens=P("dp", "tp"), grad_spec=P("dp", None, None), middle_spec=P("dp", None, "tp"))
+    mlp = lambda wi, x: jnp.sum(layernorm_mlp(x, gamma, None, wi, wo, norm="rmsnorm", recipe=CURRENT, **specs))
+    with jax.set_mesh(mesh_of("auto")), te.sharding.global_shard_guard(resources()[1]):
+        text = str(jax.make_jaxpr(jax.value_and_grad(mlp, (0, 1)))(wi, x))
+    calls = re.findall(r"= (te_gemm\w*)\[\n(.*?)\n *\]", text, re.DOTALL)
+    read = lambda name, attrs: int(found[1]) if (found := re.search(rf"\b{name}=(\d+)", attrs)) else 0
+    found = [(name, read("entry", attrs), read("pause", attrs) > 0) for name, attrs in calls]
+    wi_fprop, wo_dgrad = ([("te_gemm_into", 0, late), ("te_gemm_into", 1, False)] for late in (False, True))
+    wo_fprop, wi_dgrad = ([(name, 0, False), (name, 0, True)] for name in ("te_gemm", "te_gemm_sum"))
+    wi_wgrad = [("te_gemm", 0, False)]
+    assert found == wi_fprop + wo_fprop + wo_dgrad + wi_dgrad + wi_wgrad
 
 
 def test_pieces_are_a_positive_integer():

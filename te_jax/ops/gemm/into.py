@@ -13,7 +13,6 @@ from te_jax.core.op import Op
 from te_jax.ops.gemm.dense import FP8_ALIGNED, WORKSPACE, check_factors, gemm_op
 
 _ENTRY_ALIGNED = 256  # bytes: kEntryAligned of csrc/gemm/gemm.cc
-_OPERANDS = "lhs: m... k..., rhs: n... k..., lhs_scale_inv:, rhs_scale_inv:, bias?: n..."
 
 
 def _into_dtypes(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, *, out_dtype, **_):
@@ -54,7 +53,8 @@ def _into_cuda(_, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, **attrs):
 
 gemm_into_op: Op = Op(
     "te_gemm_into",
-    f"{_OPERANDS}, into?: p m... n... -> out: p m... n...",
+    "lhs: m... k..., rhs: n... k..., lhs_scale_inv:, rhs_scale_inv:, bias?: n..., into?: p m... n... -> "
+    "out: p m... n...",
     replicated="p k...",
     ranks={"k...": "contract"},
     sizes={"p": lambda entries, **_: entries},
