@@ -172,8 +172,9 @@ Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg ama
 
 // lhs [m..., k...], rhs [n..., k...], of whose axes the last `contract` are k; lhs_scale_inv?, rhs_scale_inv?
 // f32 [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size. With `entry` of
-// 0 or more out is [p, m..., n...], of which only this entry is written: c, if it is there, is the same
-// buffer, and not added. pause: microseconds before the product starts, so that a collective can first.
+// 0 or more out is [p, m..., n...], of which this entry is written: c, if it is there, is the others, best in
+// the same buffer, and not added. pause: microseconds before the product starts, so that a collective can
+// first.
 Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
                   Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune,
                   int64_t entry, int64_t pause);

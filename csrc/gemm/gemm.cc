@@ -70,18 +70,20 @@ Status Run(Stage stage, cudaStream_t stream, const Call& call, const GemmKey& ke
                  Data<void>(call.bias), Data<void>(call.c), call.out.data, Data<void>(call.workspace)});
 }
 
-// Entry i of `out`, which `whole`, if it is there, lies where it does.
-Status EntryOf(Stage stage, const Tensor& out, const Tensor& whole, int64_t i, Tensor* entry) {
+// Entry i of `out`, whose other entries are those of `whole`, if it is there: copied only where it does not
+// lie in the same buffer.
+Status EntryOf(Stage stage, cudaStream_t stream, const Tensor& out, const Tensor& whole, int64_t i,
+               Tensor* entry) {
   TE_CHECK(out.rank > 0 && i < out.sizes[0], "te_gemm: entry is %ld, out is %s; pass one that out has",
            long(i), out.shape().c_str());
   TE_TRY(Expect("te_gemm", {{"c", whole, out.type, Axes(out), kOptional}}));
-  TE_CHECK(stage != Stage::kExecute || !Present(whole) || whole.data == out.data,
-           "te_gemm: c lies elsewhere than out, of which entry %ld is written; pass one buffer", long(i));
   *entry = {out.data, out.type, out.sizes + 1, out.rank - 1};
   const int64_t bytes = entry->bytes();
   TE_CHECK(bytes % kEntryAligned == 0, "te_gemm: an entry of out has %ld bytes; pass a multiple of %ld",
            long(bytes), long(kEntryAligned));
   if (out.data) entry->data = static_cast<char*>(out.data) + i * bytes;
+  if (stage == Stage::kExecute && Present(whole) && whole.data != out.data)
+    TE_CUDA(cudaMemcpyAsync(out.data, whole.data, size_t(out.bytes()), cudaMemcpyDeviceToDevice, stream));
   return {};
 }
 
@@ -95,7 +97,7 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
   Call call{"te_gemm", lhs, rhs, bias, c, out, workspace, contract};
   if (entry >= 0) {
     call.c = kNone;
-    TE_TRY(EntryOf(stage, out, c, entry, &call.out));
+    TE_TRY(EntryOf(stage, stream, out, c, entry, &call.out));
   }
   TE_TRY(MakeKey(call, tune, &key));
   key.fast_accum = fast_accum && key.fp8();  // of no effect on other types: one plan for both

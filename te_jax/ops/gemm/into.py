@@ -47,8 +47,8 @@ def _into_cuda(_, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, **attrs):
     call = jax.ffi.ffi_call(gemm_op.name, results, input_output_aliases={} if into is None else {5: 0})
     of_call = dict(contract=1, fast_accum=attrs["fast_accum"], tune=False, entry=attrs["entry"], pause=attrs["pause"])
     out, _ = call(lhs.reshape(m, k), rhs.reshape(n, k), lhs_scale_inv, rhs_scale_inv, bias, whole, **of_call)
-    out = out.reshape(attrs["entries"], *m_axes, *n_axes)
-    return (lax.optimization_barrier(out) if gemm_op.fenced else out,)
+    # XLA may let a kernel write into a slice of a larger array, such as a scan's: then `into` would be copied there.
+    return (lax.optimization_barrier(out.reshape(attrs["entries"], *m_axes, *n_axes)),)
 
 
 gemm_into_op: Op = Op(
