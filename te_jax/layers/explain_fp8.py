@@ -38,7 +38,8 @@ class Fp8Product:
     operands: their types and shapes, in short. Weights of experts have an axis of experts in front.
     formats:  what shares a scale, of each operand (names of te_jax.ops.formats); () of one that is not in FP8.
     op:       the op of te_jax (`docs/ops.md`) or the primitive of jax. An op of te_jax has the name of its kernel;
-              te_gemm_sum is te_gemm for each of its terms in FP8, XLA's products for others.
+              te_gemm_sum is te_gemm for each of its terms in FP8, XLA's products for others; te_gemm_into is te_gemm of
+              a piece of the tokens (`MeshResource.tpsp_pieces`).
     why:      why it is not in FP8; "" of one that is.
     """
 

@@ -83,6 +83,7 @@ def _into(turn: Turn, at: int, lhs, rhs, lhs_inv, rhs_inv, bias, options) -> jax
     options, spec = {name: a for name, a in options.items() if name != "formats"}, options["out_spec"]
     where = dict(into=turn.into[at], entry=turn.entry, entries=turn.entries)
     y = gemm_into(lhs, rhs, lhs_inv, rhs_inv, bias, **where, **options)
+    y = with_names(y, GEMM) if turn.entry + 1 == turn.entries else y  # the whole, not what is still written to
     return y if spec is None else jax.sharding.reshard(y, PartitionSpec(None, *spec))
 
 

@@ -125,6 +125,7 @@ def test_products_write_where_pieces_lie():
     wo_fprop, wi_dgrad = ([(name, 0, False), (name, 0, True)] for name in ("te_gemm", "te_gemm_sum"))
     wi_wgrad = [("te_gemm", 0, False)]
     assert found == wi_fprop + wo_fprop + wo_dgrad + wi_dgrad + wi_wgrad
+    assert len(re.findall(r"name\[name=te_gemm\b", text)) == 5  # entries are named once, together, for policies
 
 
 def test_pieces_are_a_positive_integer():
