@@ -21,7 +21,8 @@ struct OfStates {
   Tokens<kPart> state, gradient;  // [values, kPart]
 };
 // Keys and queries by bands: keys at their band's end, and as divided by what is left at a token; queries,
-// and keys times -beta, as what is left since their band begins.
+// and keys times -beta, as what is left since their band begins. Where products are split in the chunk's
+// middle, all are since there, and `until` has no meaning.
 struct OfBands {
   Tokens<kPart> until, back, queries, keys;
 };
@@ -44,13 +45,19 @@ struct ChannelGradShared {
   // The gradients to how much queries and keys see of keys, 0 unless these are of earlier tokens.
   Tokens<kChunk> of_queries, of_keys;
   ChannelSums<kPart> sums;
+  // Of each 16 channels, whether products are split in the chunk's middle. Sums from there up to where a band
+  // begins, before it more than 0, with which `sums` begin there; else 0. What is left in the middle of what
+  // is there before the chunk, and at the chunk's end of what is there in the middle.
+  alignas(16) float middle[kBands][kPart];
+  float halves[2][kPart];
+  int is_split[kPart / 16];
   float own[kChunk];                                 // of queries, of the token's own key
   float key_lengths[kChunk], query_lengths[kChunk];  // 1 over them, or 1
   float betas[kChunk];
   float says[kSides]
             [kChunk];  // from each warp: to beta, what the state and other tokens say of the token's key
   float along[2][kSides][kChunk];    // what of the gradient of a query, of a key, lies along it
-  float products[kQuarters][kPart];  // of the state and its gradient
+  float products[kGradThreads / 32][kPart];  // of the state and its gradient, from each warp
   float parts[2][kQuarters][kPart];  // sums of `ends`, `leaves`
   ssm::Runs<kRuns> runs;
 };
@@ -65,6 +72,31 @@ struct ChannelBands {
   __device__ __forceinline__ static int Side() { return WarpIndex() / kBands; }
   __device__ __forceinline__ static int Token(int n) { return Band() * kBand + ssm::RowOf(n); }
   __device__ __forceinline__ static int Column(int i) { return Side() * kSide + 16 * i; }
+
+  // Where the lane's matrices lie in a tile of 64 columns, as Tile has them: of Tile::A, whose rows are the
+  // warp's band, the i-th 16 columns at 16 * i ^ what this gives; of Tile::TransposedA, whose columns are its
+  // band, and of Tile::B, with 16 columns from `column` on, the i-th 16 rows kOfBand * i further; and two
+  // neighbours that the lane has of a result, in the j-th 8 of 16 columns, of Token(n).
+  static constexpr int kOfBand = kBand * kPart;
+  static_assert(kPart == 64 && kSlab == 64 && kChunk == 64);
+  __device__ __forceinline__ static int CellOf(int row, int column) {
+    return ssm::Boxes<kChunk, kPart>::At(row, column % kPart);
+  }
+  __device__ __forceinline__ static int CellOfA() {
+    return CellOf(Band() * kBand + Lane() % 16, Lane() / 16 * 8);
+  }
+  __device__ __forceinline__ static int CellOfTransposedA() {
+    return CellOf(Lane() % 8 + Lane() / 16 * 8, Band() * kBand + Lane() / 8 % 2 * 8);
+  }
+  __device__ __forceinline__ static int CellOfB(int column) {
+    return CellOf(Lane() % 16, column + Lane() / 16 * 8);
+  }
+  __device__ __forceinline__ static int CellOfTwo(int column, int j, int n) {
+    return (CellOf(Token(0), column + ssm::ColumnOf(0)) ^ 8 * j) + n / 2 * 8 * kPart;
+  }
+  __device__ __forceinline__ static float2 TwoAt(const Tokens<kPart>& tile, int cell) {
+    return ssm::Unpack(*reinterpret_cast<const uint32_t*>(tile.cells + cell));
+  }
 
   // Two neighbours of a key, of a query, each over its length; and exp2 of two.
   __device__ __forceinline__ float2 Key(int token, int channel) const {
@@ -81,25 +113,54 @@ struct ChannelBands {
   }
   __device__ __forceinline__ static float2 ExpOf(float x, float y) { return make_float2(Exp2(x), Exp2(y)); }
 
+  // A thread has a band's channel. All call it.
+  __device__ __forceinline__ void SetMiddle() {
+    const int channel = threadIdx.x % kPart, band = threadIdx.x / kPart;
+    static_assert(kQuarters == kBands && kBands == 4);
+    const auto of = [&](int i) { return *s.sums.At(i * kBand + kBand - 1, channel); };
+    const float before = of(0) + of(1), behind = of(2) + of(3);
+    const bool is_split = IsOfNone(-fminf(before, behind) > kMostOfHalf);
+    if (threadIdx.x < kPart && Lane() % 16 == 0) s.is_split[channel / 16] = is_split;
+    const float from_middle = band == 0 ? -before : band == 1 ? -of(1) : band == 2 ? 0.f : of(2);
+    s.middle[band][channel] = is_split ? from_middle : 0.f;
+    if (band < 2) s.halves[band][channel] = Exp2(band == 0 ? before : behind);
+  }
+  __device__ __forceinline__ float2 FromMiddle(int token, int channel) const {
+    const float2 own = s.sums.Two(token, channel), more = LoadTwo(&s.middle[token / kBand][channel]);
+    return make_float2(own.x + more.x, own.y + more.y);
+  }
+
   __device__ __forceinline__ void SetBands() {
     constexpr int kPieces = kPart / 8;
+    const int channel = threadIdx.x % kPieces * 8;
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kChunk * kPieces; i += kGradThreads) {
-      const int token = i / kPieces, channel = i % kPieces * 8, band = token / kBand;
-      const auto key = Load<8>(s.k.At(token, channel)), query = Load<8>(s.q.At(token, channel));
-      const float by_key = s.key_lengths[token], by_query = s.query_lengths[token], beta = s.betas[token];
-      float until[8], back[8], queries[8], keys[8];
+    for (int token = threadIdx.x / kPieces; token < kChunk; token += kGradThreads / kPieces) {
+      const int cell = CellOf(token, channel);
+      const auto key = Load<8>(s.k.cells + cell), query = Load<8>(s.q.cells + cell);
+      const float by_key = s.key_lengths[token], by_query = s.query_lengths[token], beta = -s.betas[token];
+      float back[8], queries[8], keys[8];
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        const auto own = Load<4>(s.sums.At(token, channel + j));
+        const auto more = Load<4>(&s.middle[token / kBand][channel + j]);
+#pragma unroll
+        for (int m = 0; m < 4; ++m) {
+          const float sum = own[m] + more[m], since = Exp2(sum), of_key = by_key * key[j + m];
+          back[j + m] = of_key * Exp2(-sum), keys[j + m] = of_key * (beta * since);
+          queries[j + m] = query[j + m] * (by_query * since);
+        }
+      }
+      Store(s.bands.back.cells + cell, Round<Bf16, 8>(back));
+      Store(s.bands.queries.cells + cell, Round<Bf16, 8>(queries));
+      Store(s.bands.keys.cells + cell, Round<Bf16, 8>(keys));
+      if (s.is_split[channel / 16]) continue;
+      float until[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float own = *s.sums.At(token, channel + j), since = Exp2(own);
-        const float all = *s.sums.At(band * kBand + kBand - 1, channel + j), of_key = by_key * key[j];
-        until[j] = of_key * Exp2(all - own), back[j] = of_key * Exp2(-own);
-        queries[j] = by_query * query[j] * since, keys[j] = -beta * of_key * since;
+        const float all = *s.sums.At(token / kBand * kBand + kBand - 1, channel + j);
+        until[j] = by_key * key[j] * Exp2(all - *s.sums.At(token, channel + j));
       }
-      Store(s.bands.until.At(token, channel), Round<Bf16, 8>(until));
-      Store(s.bands.back.At(token, channel), Round<Bf16, 8>(back));
-      Store(s.bands.queries.At(token, channel), Round<Bf16, 8>(queries));
-      Store(s.bands.keys.At(token, channel), Round<Bf16, 8>(keys));
+      Store(s.bands.until.cells + cell, Round<Bf16, 8>(until));
     }
   }
 
@@ -192,6 +253,79 @@ struct ChannelBands {
         keys[j][n] += left.x * (by_query * query.x + by_key * key.x);
         keys[j][n + 1] += left.y * (by_query * query.y + by_key * key.y);
       });
+  }
+
+  // Of 16 channels, `reads`, `says` and `leaves` have what queries and keys read of the state before the
+  // chunk, and what the gradient behind it says of what tokens write. They become how the loss depends on a
+  // query, on a key but for -beta, and on a key through what is left of it behind the chunk; `later`: through
+  // what later tokens see of it.
+  struct Blocks {
+    Block &reads, &says, &leaves, &later;
+  };
+  __device__ __forceinline__ void SeeInBands(int column, float scale, const Blocks& of) {
+    const bool splits = s.sums.Splits(Band(), column);
+    EachTwo(column, [&](int token, int channel, int j, int n) {
+      const float2 before = s.sums.Bands(0, Band(), channel), behind = s.sums.Bands(Band(), kBands, channel);
+      const float2 own = s.sums.Two(token, channel);
+      const float2 since = ExpOf(before.x + own.x, before.y + own.y);
+      const float2 until = ExpOf(behind.x - own.x, behind.y - own.y);
+      Weigh(of, token, j, n, scale, since, until);
+    });
+    Block queries = {}, keys = {};
+    Down(column, splits, queries, keys), Up(column, splits, of.later);
+#pragma unroll
+    for (int j = 0; j < 2; ++j)
+#pragma unroll
+      for (int n = 0; n < 4; ++n) of.reads[j][n] += queries[j][n], of.says[j][n] += keys[j][n];
+  }
+  // Of two neighbours. Tokens of other runs take nothing of states, whatever these are.
+  __device__ __forceinline__ void Weigh(const Blocks& of, int token, int j, int n, float scale, float2 before,
+                                        float2 behind) const {
+    const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
+#pragma unroll
+    for (int m = 0; m < 2; ++m) {
+      float &read = of.reads[j][n + m], &say = of.says[j][n + m], &leave = of.leaves[j][n + m];
+      const float since = m ? before.y : before.x, until = m ? behind.y : behind.x;
+      read = goes_on ? scale * since * read : 0.f, say = goes_on ? since * say : 0.f;
+      leave = stays ? until * leave : 0.f;
+    }
+  }
+  // The same with one factor of a token and channel for all.
+  __device__ __forceinline__ void SeeInMiddle(int column, float scale, const Blocks& of) {
+    EachTwo(column, [&](int token, int channel, int j, int n) {
+      Weigh(of, token, j, n, scale, LoadTwo(&s.halves[0][channel]), LoadTwo(&s.halves[1][channel]));
+    });
+    const int rows = CellOfA(), columns = CellOfTransposedA(), right = CellOfB(column);
+    const auto multiply = [](Block& to, const uint32_t (&left)[4], const uint32_t (&b)[4]) {
+      MultiplyAdd<false>(to[0], left, b[0], b[1]), MultiplyAdd<false>(to[1], left, b[2], b[3]);
+    };
+#pragma unroll
+    for (int i = 0; i < kBands; ++i) {
+      uint32_t query[4], key[4], b[4], more[4];
+      if (i <= Band()) {
+        LoadMatrices<true>(b, s.bands.back.cells + right + i * kOfBand);
+        LoadMatrices<false>(query, s.of_queries.cells + (rows ^ 16 * i));
+        LoadMatrices<false>(key, s.of_keys.cells + (rows ^ 16 * i));
+        multiply(of.reads, query, b), multiply(of.says, key, b);
+      }
+      if (i >= Band()) {
+        LoadMatrices<true>(query, s.of_queries.cells + columns + i * kOfBand);
+        LoadMatrices<true>(b, s.bands.queries.cells + right + i * kOfBand);
+        LoadMatrices<true>(key, s.of_keys.cells + columns + i * kOfBand);
+        LoadMatrices<true>(more, s.bands.keys.cells + right + i * kOfBand);
+        multiply(of.later, query, b), multiply(of.later, key, more);
+      }
+    }
+    EachTwo(column, [&](int token, int channel, int j, int n) {
+      const float2 own = FromMiddle(token, channel);
+      const float sums[2] = {own.x, own.y};
+#pragma unroll
+      for (int m = 0; m < 2; ++m) {
+        const float since = Exp2(sums[m]), until = Exp2(-sums[m]);
+        of.reads[j][n + m] *= since, of.says[j][n + m] *= since;
+        of.later[j][n + m] *= until, of.leaves[j][n + m] *= until;
+      }
+    });
   }
 };
 

@@ -11,14 +11,15 @@
 namespace te::delta {
 namespace {
 
-template <int kD, bool kRuns>
+// kSeveral: several heads of values share a key, so dq and dk are sums over them.
+template <int kD, bool kRuns, bool kSeveral>
 struct ChannelGradients : ChannelBands<kRuns> {
   using Base = ChannelBands<kRuns>;
   using Base::Band, Base::Column, Base::Key, Base::Query, Base::s, Base::Side, Base::Token;
   using typename Base::Block;
   static constexpr int kParts = kD / kPart;
-  using Columns = float[kSide / 8][4];  // [kBand, kSide]
-  using Scores = float[4][4];           // [kBand, 2 * 16]
+  using Columns = Block[kSide / 16];  // [kBand, kSide]
+  using Scores = float[4][4];         // [kBand, 2 * 16]
   const GradArgs& a;
   const int64_t row;
   const int chunk, group;
@@ -56,13 +57,38 @@ struct ChannelGradients : ChannelBands<kRuns> {
       (of_key ? s.key_lengths : s.query_lengths)[token] = a.of.normalize ? rsqrtf(sum + kLengthEpsilon) : 1.f;
   }
 
-  __device__ __forceinline__ void FetchValues(OfValues& to, int first) {
+  __device__ __forceinline__ int LastOfValues() const { return (Values() - 1) / kSlab * kSlab; }
+  // As Tile::Fetch. A thread has 8 columns of two rows.
+  __device__ __forceinline__ static void Fetch(Tokens<kPart>& to, const Bf16* from, int64_t stride, int rows,
+                                               int columns) {
+    constexpr int kNext = kChunk / 2;
+    const int row = threadIdx.x / 8, column = threadIdx.x % 8 * 8;
+    const Bf16* const p = from + (row * stride + column);
+    Bf16* const cell = to.cells + Base::CellOf(row, column);
+    const bool is_there = column < columns && row < rows, next = column < columns && row + kNext < rows;
+    PrefetchOrZero16(cell, is_there ? p : from, is_there);
+    PrefetchOrZero16(cell + kNext * kPart, next ? p + kNext * stride : from, next);
+  }
+  __device__ __forceinline__ void FetchValues(int first) {
+    OfValues& to = s.values;
     const int64_t at = OfHead() * Values() + first, written = a.Written(row, chunk, head, first);
     const int64_t stride = int64_t(a.of.h) * Values();
     const int values = Values() - first;
-    to.dy.Fetch(a.back.v + at, stride, Rows(), values);
-    to.written.Fetch(a.written + written, stride, Rows(), values);
-    to.alone.Fetch(a.gradients_written + written, stride, Rows(), values);
+    Fetch(to.dy, a.back.v + at, stride, Rows(), values);
+    Fetch(to.written, a.written + written, stride, Rows(), values);
+    Fetch(to.alone, a.gradients_written + written, stride, Rows(), values);
+  }
+  // Next to values, which stay.
+  __device__ __forceinline__ void FetchStates(int first) {
+    const int64_t state = a.State(row, chunk, head) + int64_t(first) * a.of.d + part * kPart;
+    const int values = Values() - first, channels = a.of.d - part * kPart;
+    Fetch(s.states.state, a.states + state, a.of.d, values, channels);
+    Fetch(s.states.gradient, a.gradients + state, a.of.d, values, channels);
+  }
+  __device__ __forceinline__ void FetchKeys() {
+    const int64_t at = OfKey() + part * kPart, stride = int64_t(a.of.g) * a.of.d;
+    const int channels = a.of.d - part * kPart;
+    Fetch(s.q, a.of.q + at, stride, Rows(), channels), Fetch(s.k, a.of.k + at, stride, Rows(), channels);
   }
   __device__ __forceinline__ static void Arrive() {
     CommitPrefetch();
@@ -70,23 +96,30 @@ struct ChannelGradients : ChannelBands<kRuns> {
     __syncthreads();
   }
 
-  // Of all values: how the loss depends on what tokens see of each other, on values, and on betas through
-  // these.
-  __device__ __forceinline__ float OfAllValues() {
+  // Of all values, the first of which are on their way: how the loss depends on what tokens see of each
+  // other, on values, and on betas through these. The last ones stay, and states are on their way to them.
+  __device__ __forceinline__ void OfAllValues() {
     Scores queries = {}, keys = {};
     float along = 0;  // of the token that four threads share: v times the gradient to what it writes
 #pragma unroll 1
-    for (int first = 0; first < Values(); first += kSlab) {
-      FetchValues(s.values, first);
+    for (int first = 0;; first += kSlab) {
+      TwoOfValues v{};
+      LoadValues(v, first);  // on their way meanwhile
       Arrive();
+      const bool is_last = first == LastOfValues();
+      if (is_last) FetchStates(first);
+      const int rows = Base::CellOfA(),
+                right = Base::CellOf(Lane() % 8 + Lane() / 16 * 8, Lane() / 8 % 2 * 8);
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if (From(i) > Band()) continue;
-#pragma unroll 2
+        const int from = right + From(i) * Base::kOfBand;
+#pragma unroll
         for (int k = 0; k < kSlab; k += 16) {
           uint32_t dy[4], alone[4], b[4];
-          s.values.dy.A(dy, Band() * kBand, k), s.values.alone.A(alone, Band() * kBand, k);
-          s.values.written.TransposedB(b, From(i) * kBand, k);
+          LoadMatrices<false>(dy, s.values.dy.cells + (rows ^ k));
+          LoadMatrices<false>(alone, s.values.alone.cells + (rows ^ k));
+          LoadMatrices<false>(b, s.values.written.cells + (from ^ k));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             MultiplyAdd<false>(queries[2 * i + j], dy, b[2 * j], b[2 * j + 1]);
@@ -94,26 +127,43 @@ struct ChannelGradients : ChannelBands<kRuns> {
           }
         }
       }
-      WriteValues(first, along);
+      WriteValues(v, first, along);
+      if (is_last) break;
       __syncthreads();  // none reads them any more
+      FetchValues(first + kSlab);
     }
     PutScores(queries, keys);
-    return WarpSum<4>(along);
+    along = WarpSum<4>(along);
+    if (part == 0 && threadIdx.x % 4 == 0 && int(threadIdx.x) / 4 < Rows()) a.dbeta[AtBetas()] = along;
   }
-  // dv, beta times the gradient to what a token would write, and that times v. Four threads share a token.
-  __device__ __forceinline__ void WriteValues(int first, float& along) {
-    const int token = threadIdx.x / 4;
-    if (token >= Rows()) return;
+  // Four threads share a token.
+  using TwoOfValues = Vec<Bf16, 8>[kSlab / 32];
+  __device__ __forceinline__ static int ColumnOfValues(int j) { return threadIdx.x % 4 * 8 + 32 * j; }
+  __device__ __forceinline__ int64_t AtValues(int column) const {
+    return (OfHead() + int64_t(threadIdx.x / 4) * a.of.h) * Values() + column;
+  }
+  __device__ __forceinline__ bool HasValues(int column) const {
+    return int(threadIdx.x) / 4 < Rows() && column < Values();
+  }
+  __device__ __forceinline__ void LoadValues(TwoOfValues& v, int first) const {
 #pragma unroll
     for (int j = 0; j < kSlab / 32; ++j) {
-      const int column = threadIdx.x % 4 * 8 + 32 * j;
-      if (first + column >= Values()) continue;
-      const int64_t at = (OfHead() + int64_t(token) * a.of.h) * Values() + first + column;
-      const auto v = Load<8>(a.again.v + at), of = Load<8>(s.values.alone.At(token, column));
+      const int column = first + ColumnOfValues(j);
+      if (HasValues(column)) v[j] = Load<8>(a.again.v + AtValues(column));
+    }
+  }
+  // dv, beta times the gradient to what a token would write, and that times v.
+  __device__ __forceinline__ void WriteValues(const TwoOfValues& v, int first, float& along) {
+    const int token = threadIdx.x / 4;
+#pragma unroll
+    for (int j = 0; j < kSlab / 32; ++j) {
+      const int column = first + ColumnOfValues(j);
+      if (!HasValues(column)) continue;
+      const auto of = Load<8>(s.values.alone.At(token, ColumnOfValues(j)));
       float dv[8];
 #pragma unroll
-      for (int n = 0; n < 8; ++n) along += of[n] * v[n], dv[n] = s.betas[token] * of[n];
-      if (part == 0) Store(a.dv + at, Round<Bf16, 8>(dv));
+      for (int n = 0; n < 8; ++n) along += of[n] * v[j][n], dv[n] = s.betas[token] * of[n];
+      if (part == 0) Store(a.dv + AtValues(column), Round<Bf16, 8>(dv));
     }
   }
   __device__ __forceinline__ void PutScores(const Scores& queries, const Scores& keys) {
@@ -139,114 +189,108 @@ struct ChannelGradients : ChannelBands<kRuns> {
   }
 
   // What queries read of the state, keys, and what is left of what tokens write, [kBand, kSide] each; and the
-  // product of the state before the chunk and its gradient behind it.
+  // product of the state before the chunk and its gradient behind it. From the last values, which are on
+  // their way, to the first.
   __device__ __forceinline__ void OfState(Columns& reads, Columns& says, Columns& leaves) {
-    float product = 0;
-    const int channel = threadIdx.x % kPart, quarter = threadIdx.x / kPart;
+    float products[8] = {};
 #pragma unroll 1
-    for (int first = 0; first < Values(); first += kSlab) {
-      const int64_t state = a.State(row, chunk, head) + int64_t(first) * a.of.d + part * kPart;
-      FetchValues(s.states.values, first);
-      s.states.state.Fetch(a.states + state, a.of.d, Values() - first, a.of.d - part * kPart);
-      s.states.gradient.Fetch(a.gradients + state, a.of.d, Values() - first, a.of.d - part * kPart);
+    for (int first = LastOfValues();; first -= kSlab) {
       Arrive();
       const OfValues& values = s.states.values;
-#pragma unroll 1
+      const int rows = Base::CellOfA(), right = Base::CellOfB(Column(0));
+#pragma unroll
       for (int k = 0; k < kSlab; k += 16) {
         uint32_t dy[4], alone[4], written[4], b[4];
-        auto& of = const_cast<OfValues&>(values);
-        of.dy.A(dy, Band() * kBand, k), of.alone.A(alone, Band() * kBand, k);
-        of.written.A(written, Band() * kBand, k);
+        LoadMatrices<false>(dy, values.dy.cells + (rows ^ k));
+        LoadMatrices<false>(alone, values.alone.cells + (rows ^ k));
+        LoadMatrices<false>(written, values.written.cells + (rows ^ k));
 #pragma unroll
         for (int i = 0; i < kSide / 16; ++i) {
-          s.states.state.B(b, k, Column(i));
+          const int at = (right ^ 16 * i) + k * kPart;
+          LoadMatrices<true>(b, s.states.state.cells + at);
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
-            MultiplyAdd<false>(reads[2 * i + j], dy, b[2 * j], b[2 * j + 1]);
-            MultiplyAdd<false>(says[2 * i + j], alone, b[2 * j], b[2 * j + 1]);
+            MultiplyAdd<false>(reads[i][j], dy, b[2 * j], b[2 * j + 1]);
+            MultiplyAdd<false>(says[i][j], alone, b[2 * j], b[2 * j + 1]);
           }
-          s.states.gradient.B(b, k, Column(i));
+          LoadMatrices<true>(b, s.states.gradient.cells + at);
 #pragma unroll
-          for (int j = 0; j < 2; ++j) MultiplyAdd<false>(leaves[2 * i + j], written, b[2 * j], b[2 * j + 1]);
+          for (int j = 0; j < 2; ++j) MultiplyAdd<false>(leaves[i][j], written, b[2 * j], b[2 * j + 1]);
         }
       }
-#pragma unroll 4
-      for (int i = quarter; i < kSlab; i += kQuarters)
-        product += __bfloat162float(*s.states.state.At(i, channel)) *
-                   __bfloat162float(*s.states.gradient.At(i, channel));
+      AddProducts(products);
       __syncthreads();  // none reads them any more
+      if (first == 0) break;
+      FetchValues(first - kSlab), FetchStates(first - kSlab);
     }
-    s.products[quarter][channel] = product;
+    PutProducts(products);
+  }
+  // Of 8 channels; a warp has 4 values of each 32.
+  __device__ __forceinline__ void AddProducts(float (&products)[8]) {
+    const int column = threadIdx.x % 8 * 8;
+#pragma unroll
+    for (int value = threadIdx.x / 8; value < kSlab; value += kGradThreads / 8) {
+      const auto state = Load<8>(s.states.state.At(value, column));
+      const auto gradient = Load<8>(s.states.gradient.At(value, column));
+#pragma unroll
+      for (int j = 0; j < 8; ++j) products[j] += state[j] * gradient[j];
+    }
+  }
+  __device__ __forceinline__ void PutProducts(const float (&products)[8]) {
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      float sum = products[j];
+      sum += __shfl_xor_sync(~0u, sum, 8), sum += __shfl_xor_sync(~0u, sum, 16);
+      if (Lane() < 8) s.products[WarpIndex()][Lane() * 8 + j] = sum;
+    }
   }
 
-  // All that the gradients of 64 channels follow from. `ends` and `leaves` then are where OfSums has them.
+  // All that the gradients of 64 channels follow from. `reads` and `leaves` then are what OfSums says.
   __device__ __forceinline__ void OfChannels() {
-    Columns ends = {}, says = {}, leaves = {};
+    Columns reads = {}, says = {}, leaves = {};
     float says_of[2] = {};
-    OfState(ends, says, leaves);
-    Through(ends, says, leaves, says_of);
+    OfState(reads, says, leaves);
     Base::SetBands();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kSide / 16; ++i) {
-      Block queries = {}, down = {}, up = {};
-      const int column = Column(i);
-      const bool splits = s.sums.Splits(Band(), column);
-      Base::Down(column, splits, queries, down), Base::Up(column, splits, up);
-      Base::EachTwo(column, [&](int token, int channel, int j, int n) {
-        const float2 key = Key(token, channel), query = Query(token, channel);
-        const float beta = s.betas[token], own = s.own[token];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          const float of_key = m ? key.y : key.x, of_query = m ? query.y : query.x;
-          const float to_query = queries[j][n + m], said = down[j][n + m], later = up[j][n + m];
-          says_of[n / 2] += of_key * said;
-          ends[2 * i + j][n + m] += of_query * to_query - of_key * (beta * said + later);
-          dq[2 * i + j][n + m] += to_query + own * of_key;
-          dk[2 * i + j][n + m] += later - beta * said + own * of_query;
-        }
-      });
+      Block later = {};
+      const typename Base::Blocks of{reads[i], says[i], leaves[i], later};
+      if (s.is_split[Column(i) / 16])
+        Base::SeeInMiddle(Column(i), a.of.scale, of);
+      else
+        Base::SeeInBands(Column(i), a.of.scale, of);
+      Finish(i, of, says_of);
     }
     PutRows(s.says[Side()], says_of);
     __syncthreads();  // none reads keys and queries by bands any more
 #pragma unroll
-    for (int j = 0; j < kSide / 8; ++j)
-#pragma unroll
-      for (int n = 0; n < 4; n += 2) {
-        const int at = Token(n) * OfSums::kPitch + Side() * kSide + 8 * j + ssm::ColumnOf(0);
-        *reinterpret_cast<float2*>(s.ends.ends + at) = make_float2(ends[j][n], ends[j][n + 1]);
-        *reinterpret_cast<float2*>(s.ends.leaves + at) = make_float2(leaves[j][n], leaves[j][n + 1]);
-      }
+    for (int i = 0; i < kSide / 16; ++i)
+      Base::EachTwo(Column(i), [&](int token, int channel, int j, int n) {
+        const int at = token * OfSums::kPitch + channel;
+        *reinterpret_cast<float2*>(s.ends.ends + at) = make_float2(reads[i][j][n], reads[i][j][n + 1]);
+        *reinterpret_cast<float2*>(s.ends.leaves + at) = make_float2(leaves[i][j][n], leaves[i][j][n + 1]);
+      });
   }
-  // The gradients by way of states: from what queries and keys read of the one before the chunk, which `ends`
-  // and `says` have of it, and what is left of what tokens write, `leaves`. These become what OfSums says.
-  __device__ __forceinline__ void Through(Columns& ends, const Columns& says, Columns& leaves,
-                                          float (&says_of)[2]) {
+  // Of 16 channels, with what Blocks became.
+  __device__ __forceinline__ void Finish(int i, const typename Base::Blocks& of, float (&says_of)[2]) {
+    Base::EachTwo(Column(i), [&](int token, int, int j, int n) {
+      const int cell = Base::CellOfTwo(Column(i), j, n);
+      const float2 key = Base::Times(s.key_lengths[token], Base::TwoAt(s.k, cell));
+      const float2 query = Base::Times(s.query_lengths[token], Base::TwoAt(s.q, cell));
+      const float beta = s.betas[token], own = s.own[token];
 #pragma unroll
-    for (int j = 0; j < kSide / 8; ++j) {
-      const int first = Side() * kSide + 8 * j + ssm::ColumnOf(0);
-      const float2 before = s.sums.Bands(0, Band(), first), behind = s.sums.Bands(Band(), kBands, first);
-#pragma unroll
-      for (int n = 0; n < 4; n += 2) {
-        const int token = Token(n);
-        const float2 key = Key(token, first), query = Query(token, first), own = s.sums.Two(token, first);
-        const float2 since = Base::ExpOf(before.x + own.x, before.y + own.y);
-        const float2 until = Base::ExpOf(behind.x - own.x, behind.y - own.y);
-        const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
-        const float beta = s.betas[token];
-#pragma unroll
-        for (int m = 0; m < 2; ++m) {
-          float &end = ends[j][n + m], &leaf = leaves[j][n + m];
-          const float of_key = m ? key.y : key.x, left = m ? since.y : since.x;
-          const float to_query = goes_on ? a.of.scale * left * end : 0.f;
-          const float said = goes_on ? left * says[j][n + m] : 0.f;
-          const float of_left = stays ? (m ? until.y : until.x) * leaf : 0.f;
-          says_of[n / 2] += of_key * said;
-          end = (m ? query.y : query.x) * to_query - of_key * beta * said, leaf = of_key * of_left;
-          dq[j][n + m] += to_query, dk[j][n + m] += of_left - beta * said;
-        }
+      for (int m = 0; m < 2; ++m) {
+        const float of_key = m ? key.y : key.x, of_query = m ? query.y : query.x;
+        float &read = of.reads[j][n + m], &leave = of.leaves[j][n + m];
+        const float said = of.says[j][n + m], off = beta * said, later = of.later[j][n + m];
+        says_of[n / 2] += of_key * said;
+        const float query_gets = read + own * of_key, key_gets = later + leave - off + own * of_query;
+        dq[i][j][n + m] = kSeveral ? dq[i][j][n + m] + query_gets : query_gets;
+        dk[i][j][n + m] = kSeveral ? dk[i][j][n + m] + key_gets : key_gets;
+        read = of_query * read - of_key * (off + later), leave *= of_key;
       }
-    }
+    });
   }
   // A value of each of the thread's two rows, summed over the four threads that share them.
   __device__ __forceinline__ static void PutRows(float (&place)[kChunk], const float (&of)[2]) {
@@ -274,105 +318,118 @@ struct ChannelGradients : ChannelBands<kRuns> {
     __syncthreads();
     const int of_all = part * kPart + channel;
     if (of_all < a.of.d) {
-      float product = 0, sums[kBand];
+      float product = 0, all = 0, sums[kBand];
       behind = before = 0;
+      for (const auto& of_warp : s.products) product += of_warp[channel];
 #pragma unroll
       for (int i = 0; i < kQuarters; ++i) {
-        product += s.products[i][channel];
+        all += *s.sums.At(i * kBand + kBand - 1, channel);
         if (i > quarter && s.runs.AreOne(first + kBand - 1, i * kBand)) behind += s.parts[0][i][channel];
         if (i < quarter) before += s.parts[1][i][channel];
       }
-      const float through = Weighed(Weights().keeps[of_all], product);
+      // What is left of the state before the chunk, of whatever it is where that is nothing.
+      const float through = s.runs.Continues(kLast) ? Weighed(Exp2(all), product) : 0.f;
 #pragma unroll
       for (int i = kBand; i-- > 0;) {
         if (i + 1 < kBand && !s.runs.AreOne(first + i, first + i + 1)) behind = 0;
         sums[i] = behind += s.ends.ends[(first + i) * OfSums::kPitch + channel];
       }
+      float* to = a.dgate + (OfHead() + int64_t(first) * a.of.h) * a.of.d + of_all;
+      const int64_t stride = int64_t(a.of.h) * a.of.d;
 #pragma unroll
-      for (int i = 0; i < kBand; ++i) {
-        const int64_t at = (OfHead() + int64_t(first + i) * a.of.h) * a.of.d + of_all;
-        if (first + i < Rows()) a.dgate[at] = sums[i] + before + through;
+      for (int i = 0; i < kBand; ++i, to += stride) {
+        if (first + i < Rows()) *to = sums[i] + before + through;
         before += s.ends.leaves[(first + i) * OfSums::kPitch + channel];
       }
     }
     __syncthreads();  // none reads them any more
   }
 
-  __device__ __forceinline__ void SetPart() {
-    const int64_t at = OfKey() + part * kPart, stride = int64_t(a.of.g) * a.of.d;
-    const int channels = a.of.d - part * kPart;
-    s.q.Fetch(a.of.q + at, stride, Rows(), channels), s.k.Fetch(a.of.k + at, stride, Rows(), channels);
-    CommitPrefetch();
-    s.sums.template Set<kGradThreads>(a.of.gate + OfHead() * a.of.d + part * kPart, int64_t(a.of.h) * a.of.d,
-                                      Rows(), channels);
-  }
-
   // Of 64 channels of keys. A head's scores are still there, where it is the only one.
   __device__ __forceinline__ void RunHead(bool has_scores) {
+    __syncthreads();  // none reads keys and queries any more
+    FetchKeys();
+    FetchValues(has_scores ? LastOfValues() : 0);
+    if (has_scores) FetchStates(LastOfValues());
+    CommitPrefetch();
     if (threadIdx.x < kChunk) s.betas[threadIdx.x] = Weights().betas[threadIdx.x];
+    if (part == 0 && head % (a.of.h / a.of.g) == 0) Lengths();
+    s.sums.template Set<kGradThreads>(a.of.gate + OfHead() * a.of.d + part * kPart, int64_t(a.of.h) * a.of.d,
+                                      Rows(), a.of.d - part * kPart);
     __syncthreads();
-    const float of_v = has_scores ? 0.f : OfAllValues();
-    SetPart();
+    Base::SetMiddle();
+    if (!has_scores) OfAllValues();
     OfChannels();
     __syncthreads();
     WriteGates();
     const int token = threadIdx.x / 4;
-    if (threadIdx.x % 4 > 0 || token >= Rows()) return;
-    float& to = a.dbeta[OfHead() + int64_t(token) * a.of.h];
-    to = (part == 0 ? of_v : to) - s.says[0][token] - s.says[1][token];
+    if (threadIdx.x % 4 == 0 && token < Rows()) a.dbeta[AtBetas()] -= s.says[0][token] + s.says[1][token];
+  }
+  // Of the token that four threads share.
+  __device__ __forceinline__ int64_t AtBetas() const { return OfHead() + int64_t(threadIdx.x / 4) * a.of.h; }
+
+  __device__ __forceinline__ static void Clear(Columns& of) {
+#pragma unroll
+    for (Block& block : of)
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+#pragma unroll
+        for (int n = 0; n < 4; ++n) block[j][n] = 0;
   }
 
   __device__ __forceinline__ void Run() {
-    const int heads = a.of.h / a.of.g;
-    float along_queries[2] = {}, along_keys[2] = {};
+    const int heads = kSeveral ? a.of.h / a.of.g : 1;
     s.runs.Set(a.of, row, First());
-    Lengths();
 #pragma unroll 1
     for (part = 0; part < kParts; ++part) {
-#pragma unroll
-      for (int j = 0; j < kSide / 8; ++j)
-#pragma unroll
-        for (int n = 0; n < 4; ++n) dq[j][n] = dk[j][n] = 0;
+      if constexpr (kSeveral) Clear(dq), Clear(dk);
 #pragma unroll 1
       for (int i = 0; i < heads; ++i) {
         head = group * heads + i;
-        RunHead(part > 0 && heads == 1);
+        RunHead(part > 0 && !kSeveral);
       }
-      PutKeys(a.dq, s.q, dq, s.query_lengths, along_queries),
-          PutKeys(a.dk, s.k, dk, s.key_lengths, along_keys);
+      PutKeys(a.dq, s.q, dq, s.query_lengths, s.along[0][Side()]);
+      PutKeys(a.dk, s.k, dk, s.key_lengths, s.along[1][Side()]);
     }
     if (!a.of.normalize) return;
-    PutRows(s.along[0][Side()], along_queries), PutRows(s.along[1][Side()], along_keys);
     __syncthreads();
     TakeAlong(a.dq, a.of.q, s.along[0], s.query_lengths), TakeAlong(a.dk, a.of.k, s.along[1], s.key_lengths);
   }
   // A part's channels, times 1 over lengths; and what of them lies along the tokens.
   __device__ __forceinline__ void PutKeys(Bf16* to, Tokens<kPart>& tokens, const Columns& of,
-                                          const float* lengths, float (&along)[2]) const {
+                                          const float* lengths, float (&along)[kChunk]) const {
+    const int most = a.of.d - part * kPart;  // channels
+    Bf16* const of_part = to + OfKey() + part * kPart;
 #pragma unroll
-    for (int n = 0; n < 4; n += 2) {
-      const int token = Token(n);
+    for (int half = 0; half < 2; ++half) {
+      const int token = Token(2 * half);
       const float length = lengths[token];
+      Bf16* const of_token = of_part + int64_t(token) * a.of.g * a.of.d;
+      const bool is_there = token < Rows();
+      float sum = 0;
 #pragma unroll
       for (int j = 0; j < kSide / 8; ++j) {
-        const int column = Side() * kSide + 8 * j + ssm::ColumnOf(0), channel = part * kPart + column;
-        const float two[2] = {length * of[j][n], length * of[j][n + 1]};
-        const float2 own = ssm::Unpack(*reinterpret_cast<const uint32_t*>(tokens.At(token, column)));
-        along[n / 2] += two[0] * own.x + two[1] * own.y;
-        if (token < Rows() && channel < a.of.d)
-          *reinterpret_cast<uint32_t*>(to + OfKey() + int64_t(token) * a.of.g * a.of.d + channel) =
-              ssm::Pack(two[0], two[1]);
+        const int column = Side() * kSide + 8 * j + ssm::ColumnOf(0);
+        const float* const both = of[j / 2][j % 2] + 2 * half;
+        const float two[2] = {length * both[0], length * both[1]};
+        const float2 own = Base::TwoAt(tokens, Base::CellOfTwo(Column(j / 2), j % 2, 2 * half));
+        sum += two[0] * own.x + two[1] * own.y;
+        if (is_there && column < most)
+          *reinterpret_cast<uint32_t*>(of_token + column) = ssm::Pack(two[0], two[1]);
       }
+      sum = WarpSum<4>(sum);
+      if (Lane() % 4 == 0) along[token] = part > 0 ? along[token] + sum : sum;
     }
   }
   // What a token's length takes away of the gradient, where it is divided by it: what lies along the token.
   __device__ __forceinline__ void TakeAlong(Bf16* of, const Bf16* tokens,
                                             const float (&along)[kSides][kChunk],
                                             const float* lengths) const {
-    const int pieces = a.of.d / 8;
-    for (int i = threadIdx.x; i < min(Rows(), kChunk) * pieces; i += kGradThreads) {
-      const int token = i / pieces;
-      const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + i % pieces * 8;
+    constexpr int kPieces = kD / 8;
+    const int channel = threadIdx.x % kPieces * 8;
+    if (channel >= a.of.d) return;
+    for (int token = threadIdx.x / kPieces; token < min(Rows(), kChunk); token += kGradThreads / kPieces) {
+      const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + channel;
       const float less = lengths[token] * lengths[token] * (along[0][token] + along[1][token]);
       const auto given = Load<8>(of + at), own = Load<8>(tokens + at);
       float out[8];
@@ -383,20 +440,21 @@ struct ChannelGradients : ChannelBands<kRuns> {
   }
 };
 
-template <int kD, bool kRuns>
-__global__ void __launch_bounds__(kGradThreads, 2) te_gated_delta_channel_bwd_chunks(const GradArgs a) {
+template <int kD, bool kRuns, bool kSeveral>
+__global__ void __launch_bounds__(kGradThreads, kSeveral ? 1 : 2)
+    te_gated_delta_channel_bwd_chunks(const GradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChannelGradShared<kRuns>*>(memory);
   LetNextStart();
   AwaitPrevious();
   const int chunk = a.part.first_chunk + int(blockIdx.y);
   const int64_t row = a.part.first_row + int(blockIdx.z);
-  ChannelGradients<kD, kRuns>{{shared}, a, row, chunk, int(blockIdx.x)}.Run();
+  ChannelGradients<kD, kRuns, kSeveral>{{shared}, a, row, chunk, int(blockIdx.x)}.Run();
 }
 
-template <int kD, bool kRuns>
+template <int kD, bool kRuns, bool kSeveral>
 Status Run(cudaStream_t stream, const GradArgs& a, bool early) {
-  const auto kernel = te_gated_delta_channel_bwd_chunks<kD, kRuns>;
+  const auto kernel = te_gated_delta_channel_bwd_chunks<kD, kRuns, kSeveral>;
   constexpr size_t kBytes = sizeof(ChannelGradShared<kRuns>);
   static_assert(kBytes <= 99 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
@@ -407,8 +465,9 @@ Status Run(cudaStream_t stream, const GradArgs& a, bool early) {
 }  // namespace
 
 Status RunChannelGradients(cudaStream_t stream, const GradArgs& a, bool early) {
-  return ssm::DispatchStates(a.of.d, a.of.runs,
-                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, early); });
+  return ssm::DispatchStates(a.of.d, a.of.runs, [&]<int kD, bool kRuns>() {
+    return (a.of.h > a.of.g ? Run<kD, kRuns, true> : Run<kD, kRuns, false>)(stream, a, early);
+  });
 }
 
 }  // namespace te::delta

@@ -12,6 +12,15 @@ constexpr int kBands = kChunk / kBand;
 // Of a band's tokens: the most that a channel's gates may be, but for the sign, for products that are split
 // where the band begins. Their one factor is up to 2^kMostSplit then, so that neither is beyond f32.
 constexpr float kMostSplit = 96;
+// Of each half of a chunk's tokens: the same for products that are split in the chunk's middle. A gradient
+// may be small, and one factor is down to 2^-kMostOfHalf.
+constexpr float kMostOfHalf = 72;
+
+// Whether it is so of none of the 16 lanes in the lane's half of the warp.
+__device__ __forceinline__ bool IsOfNone(bool is_so) {
+  const unsigned shift = Lane() / 16 * 16;
+  return (WarpSumOfInts(unsigned(is_so) << shift) >> shift & 0xffff) == 0;
+}
 
 template <int kD>
 struct ChannelSums {
