@@ -1,7 +1,9 @@
 // What the gated delta rule with a gate for each channel needs of each chunk of tokens and knows before the
 // state: keys and queries as the state before the chunk is read with, and keys as what they write is left at
-// its end; how much queries see of keys, and the inverse. Where the gates of 16 tokens leave less than
-// 2^-kMostSplit of a channel, what is left between two of them is computed for each pair.
+// its end; how much queries see of keys, and the inverse. Where gates leave at least 2^-kMostOfHalf of 16
+// channels in each half of the chunk, all products are split in its middle. Elsewhere they are where bands
+// begin; and where the gates of 16 tokens leave less than 2^-kMostSplit of a channel, what is left between two
+// of them is computed for each pair.
 
 #include "base/check.h"
 #include "delta/channel.cuh"
@@ -28,6 +30,7 @@ struct ChannelShared {
   ChannelSums<kD> sums;
   // Sums of bands: of those before one, and of it and those behind.
   alignas(16) float before[kBands][kD], behind[kBands][kD];
+  int is_split[kD / 16];  // of each 16 channels, whether products are split in the chunk's middle
   float of_keys[kChunk], of_queries[kChunk];  // 1 over their lengths, or 1
   float betas[kChunk];
   ssm::Runs<kRuns> runs;
@@ -75,6 +78,10 @@ struct OfChannels {
     const int band = Band();
 #pragma unroll 1
     for (int d = 0; d < kD; d += 16) {
+      if (s.is_split[d / 16]) {
+        MultiplyInMiddle(keys, queries, d);
+        continue;
+      }
       uint32_t of_key[4], of_query[4], b[4];
       const auto since = [&](int token, int channel) { return s.sums.Two(token, channel); };
       s.tokens.k.A(of_key, band * kBand, d), s.tokens.q.A(of_query, band * kBand, d);
@@ -109,6 +116,30 @@ struct OfChannels {
       }
     }
   }
+  // Of 16 channels, of tokens as WriteInMiddle has them.
+  __device__ __forceinline__ void MultiplyInMiddle(Scores& keys, Scores& queries, int d) {
+    const int band = Band();
+    uint32_t of_key[4], of_query[4];
+    s.tokens.k.A(of_key, band * kBand, d), s.tokens.q.A(of_query, band * kBand, d);
+    const Bf16* const first = Back(Lane() % 8 + Lane() / 16 * 8, d + Lane() / 8 % 2 * 8);
+#pragma unroll
+    for (int i = 0; i < kBands; ++i) {
+      if (i > band) break;
+      uint32_t b[4];
+      LoadMatrices<false>(b, first + i * kBand * kBackPitch);
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        MultiplyAdd<false>(keys[2 * i + j], of_key, b[2 * j], b[2 * j + 1]);
+        MultiplyAdd<false>(queries[2 * i + j], of_query, b[2 * j], b[2 * j + 1]);
+      }
+    }
+  }
+  // Keys, each divided by what is left since the chunk's middle, where their sums were: of the two pieces of 16
+  // bytes that 8 sums have, so that eight rows of a matrix lie in different banks.
+  static constexpr int kBackPitch = 2 * ChannelSums<kD>::kPitch;
+  __device__ __forceinline__ Bf16* Back(int token, int channel) const {
+    return reinterpret_cast<Bf16*>(s.sums.of) + token * kBackPitch + 2 * channel + token / 4 % 2 * 8;
+  }
   // Of a band with itself, 16 channels.
   __device__ __forceinline__ void MultiplyPairs(Scores& keys, Scores& queries, int i, int d) {
 #pragma unroll 1
@@ -139,6 +170,9 @@ struct OfChannels {
 #pragma unroll
       for (int i = kBands - 1; i >= 0; --i)
         s.behind[i][channel] = sum += *s.sums.At(i * kBand + kBand - 1, channel);
+      const float least = fminf(s.before[kMiddle][channel], s.behind[kMiddle][channel]);
+      const bool is_split = IsOfNone(-least > kMostOfHalf);
+      if (Lane() % 16 == 0) s.is_split[channel / 16] = is_split;
     }
   }
   __device__ __forceinline__ static float2 Two(const float* of, int channel) {
@@ -146,12 +180,54 @@ struct OfChannels {
   }
 
   // Keys and queries, times what is left of the state before the chunk, and keys, times what is left at its
-  // end.
+  // end. A thread has 8 channels.
   __device__ __forceinline__ void WriteTokens() {
-    constexpr int kPieces = kD / 8;
+    const int channel = threadIdx.x % kPieces * 8;
+    if (s.is_split[channel / 16])
+      WriteInMiddle(channel);
+    else
+      WriteByBands(channel);
+  }
+  static constexpr int kPieces = kD / 8, kMiddle = kBands / 2;
+  __device__ __forceinline__ void WriteInMiddle(int channel) {
+    float middle[8], before[8], behind[8];  // of the sum up to the middle; what is left there, and from there
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      middle[j] = s.before[kMiddle][channel + j], before[j] = Exp2(middle[j]);
+      behind[j] = Exp2(s.behind[kMiddle][channel + j]);
+    }
 #pragma unroll 1
-    for (int i = threadIdx.x; i < kChunk * kPieces; i += kThreads) {
-      const int token = i / kPieces, channel = i % kPieces * 8, band = token / kBand;
+    for (int token = threadIdx.x / kPieces; token < kChunk; token += kThreads / kPieces) {
+      Bf16 *const of_key = s.tokens.k.At(token, channel), *const of_query = s.tokens.q.At(token, channel);
+      const auto key = Load<8>(of_key), query = Load<8>(of_query);
+      const float by_key = s.of_keys[token], by_query = s.of_queries[token] * a.scale;
+      const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
+      float keys[8], queries[8], back[8], k[8], q[8], left[8];
+#pragma unroll
+      for (int j = 0; j < 8; j += 4) {
+        const auto own = Load<4>(s.sums.At(token, channel + j));
+        const auto of_band = Load<4>(&s.before[token / kBand][channel + j]);
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          const int at = j + n;
+          const float sum = own[n] + (of_band[n] - middle[at]), since = Exp2(sum);
+          keys[at] = key[at] * since, queries[at] = query[at] * since, back[at] = key[at] * Exp2(-sum);
+          k[at] = goes_on ? keys[at] * (by_key * before[at]) : 0.f;
+          q[at] = goes_on ? queries[at] * (by_query * before[at]) : 0.f;
+          left[at] = stays ? back[at] * (by_key * behind[at]) : 0.f;
+        }
+      }
+      Store(of_key, Round<Bf16, 8>(keys)), Store(of_query, Round<Bf16, 8>(queries));
+      Store(Back(token, channel), Round<Bf16, 8>(back));
+      Store(out.tiles.k.At(token, channel), Round<Bf16, 8>(k));
+      Store(out.tiles.q.At(token, channel), Round<Bf16, 8>(q));
+      Store(out.tiles.left.At(token, channel), Round<Bf16, 8>(left));
+    }
+  }
+  __device__ __forceinline__ void WriteByBands(int channel) {
+#pragma unroll 1
+    for (int token = threadIdx.x / kPieces; token < kChunk; token += kThreads / kPieces) {
+      const int band = token / kBand;
       const uint4 of_key = *reinterpret_cast<const uint4*>(s.tokens.k.At(token, channel));
       const uint4 of_query = *reinterpret_cast<const uint4*>(s.tokens.q.At(token, channel));
       const uint32_t keys[4] = {of_key.x, of_key.y, of_key.z, of_key.w};
@@ -240,11 +316,12 @@ struct OfChannels {
     Fetch();
     Lengths();
     SumBands();
-    Scores keys = {}, queries = {};
-    Multiply(keys, queries);
-    __syncthreads();  // lengths and sums are there
+    __syncthreads();
     WriteTokens();
     WriteWeights();
+    __syncthreads();
+    Scores keys = {}, queries = {};
+    Multiply(keys, queries);
     __syncthreads();  // none reads the tokens any more
     Put(keys, queries);
     __syncwarp();
