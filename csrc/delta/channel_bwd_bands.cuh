@@ -27,10 +27,10 @@ struct OfBands {
   Tokens<kPart> until, back, queries, keys;
 };
 // Of a channel of a token: the gradient to the sum of the logarithms up to it, but for what it writes that is
-// left at the chunk's end; and that.
-struct OfSums {
-  static constexpr int kPitch = kPart + 8;
-  alignas(16) float ends[kChunk * kPitch], leaves[kChunk * kPitch];
+// left at the chunk's end, which is where `sums` had it; and of 16 tokens, the sums of both.
+struct OfGates {
+  alignas(16) float ends[kChunk * ChannelSums<kPart>::kPitch];
+  float parts[2][kQuarters][kPart];
 };
 
 template <bool kRuns>
@@ -39,7 +39,7 @@ struct ChannelGradShared {
     OfValues values;
     OfStates states;
     OfBands bands;
-    OfSums ends;
+    OfGates gates;
   };
   Tokens<kPart> q, k;
   // The gradients to how much queries and keys see of keys, 0 unless these are of earlier tokens.
@@ -50,15 +50,15 @@ struct ChannelGradShared {
   // is there before the chunk, and at the chunk's end of what is there in the middle.
   alignas(16) float middle[kBands][kPart];
   float halves[2][kPart];
+  float totals[kBands][kPart];  // of bands: `sums` of their last tokens
   int is_split[kPart / 16];
   float own[kChunk];                                 // of queries, of the token's own key
   float key_lengths[kChunk], query_lengths[kChunk];  // 1 over them, or 1
   float betas[kChunk];
   float says[kSides]
             [kChunk];  // from each warp: to beta, what the state and other tokens say of the token's key
-  float along[2][kSides][kChunk];    // what of the gradient of a query, of a key, lies along it
+  float along[2][kSides][kChunk];            // what of the gradient of a query, of a key, lies along it
   float products[kGradThreads / 32][kPart];  // of the state and its gradient, from each warp
-  float parts[2][kQuarters][kPart];  // sums of `ends`, `leaves`
   ssm::Runs<kRuns> runs;
 };
 
@@ -123,7 +123,20 @@ struct ChannelBands {
     if (threadIdx.x < kPart && Lane() % 16 == 0) s.is_split[channel / 16] = is_split;
     const float from_middle = band == 0 ? -before : band == 1 ? -of(1) : band == 2 ? 0.f : of(2);
     s.middle[band][channel] = is_split ? from_middle : 0.f;
+    s.totals[band][channel] = of(band);
     if (band < 2) s.halves[band][channel] = Exp2(band == 0 ? before : behind);
+  }
+  // Of a band; of it and those behind.
+  __device__ __forceinline__ float2 Total(int band, int channel) const {
+    return LoadTwo(&s.totals[band][channel]);
+  }
+  __device__ __forceinline__ float2 Since(int band, int channel) const {
+    float2 sum = Total(kBands - 1, channel);
+    for (int i = kBands - 1; i-- > band;) {
+      const float2 of_band = Total(i, channel);
+      sum.x += of_band.x, sum.y += of_band.y;
+    }
+    return sum;
   }
   __device__ __forceinline__ float2 FromMiddle(int token, int channel) const {
     const float2 own = s.sums.Two(token, channel), more = LoadTwo(&s.middle[token / kBand][channel]);
@@ -157,7 +170,7 @@ struct ChannelBands {
       float until[8];
 #pragma unroll
       for (int j = 0; j < 8; ++j) {
-        const float all = *s.sums.At(token / kBand * kBand + kBand - 1, channel + j);
+        const float all = s.totals[token / kBand][channel + j];
         until[j] = by_key * key[j] * Exp2(all - *s.sums.At(token, channel + j));
       }
       Store(s.bands.until.cells + cell, Round<Bf16, 8>(until));
@@ -176,7 +189,7 @@ struct ChannelBands {
   __device__ __forceinline__ void Fade(Block& block, int column, int band) const {
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
-      const float2 log = s.sums.Band(band, column + 8 * j + ssm::ColumnOf(0));
+      const float2 log = Total(band, column + 8 * j + ssm::ColumnOf(0));
       const float left[2] = {Exp2(log.x), Exp2(log.y)};
 #pragma unroll
       for (int n = 0; n < 4; ++n) block[j][n] *= left[n % 2];
@@ -188,14 +201,14 @@ struct ChannelBands {
   }
 
   // Of 16 channels: how the loss depends on a token's query, and on its key but for -beta, through what it
-  // sees.
+  // sees and the state before the chunk, which is what they have.
   __device__ __forceinline__ void Down(int column, bool splits, Block& queries, Block& keys) {
     const int to = Band() * kBand;
     uint32_t left[4];
 #pragma unroll 1
     for (int from = 0; from < Band() + splits; ++from) {
       Tokens<kPart>& right = from < Band() ? s.bands.until : s.bands.back;
-      if (from > 0 && from < Band()) Fade(queries, column, from), Fade(keys, column, from);
+      if (from < Band()) Fade(queries, column, from), Fade(keys, column, from);
       s.of_queries.A(left, to, from * kBand);
       Multiply(queries, left, right, from, column);
       s.of_keys.A(left, to, from * kBand);
@@ -238,7 +251,7 @@ struct ChannelBands {
     }
     EachTwo(column, [&](int token, int channel, int j, int n) {
       const float2 own = s.sums.Two(token, channel);
-      const float2 all = splits ? make_float2(0, 0) : s.sums.Band(Band(), channel);
+      const float2 all = splits ? make_float2(0, 0) : Total(Band(), channel);
       const float2 left = ExpOf(all.x - own.x, all.y - own.y);
       keys[j][n] *= left.x, keys[j][n + 1] *= left.y;
     });
@@ -265,18 +278,10 @@ struct ChannelBands {
   __device__ __forceinline__ void SeeInBands(int column, float scale, const Blocks& of) {
     const bool splits = s.sums.Splits(Band(), column);
     EachTwo(column, [&](int token, int channel, int j, int n) {
-      const float2 before = s.sums.Bands(0, Band(), channel), behind = s.sums.Bands(Band(), kBands, channel);
-      const float2 own = s.sums.Two(token, channel);
-      const float2 since = ExpOf(before.x + own.x, before.y + own.y);
-      const float2 until = ExpOf(behind.x - own.x, behind.y - own.y);
-      Weigh(of, token, j, n, scale, since, until);
+      const float2 behind = Since(Band(), channel), own = s.sums.Two(token, channel);
+      Weigh(of, token, j, n, scale, make_float2(1, 1), ExpOf(behind.x - own.x, behind.y - own.y));
     });
-    Block queries = {}, keys = {};
-    Down(column, splits, queries, keys), Up(column, splits, of.later);
-#pragma unroll
-    for (int j = 0; j < 2; ++j)
-#pragma unroll
-      for (int n = 0; n < 4; ++n) of.reads[j][n] += queries[j][n], of.says[j][n] += keys[j][n];
+    Down(column, splits, of.reads, of.says), Up(column, splits, of.later);
   }
   // Of two neighbours. Tokens of other runs take nothing of states, whatever these are.
   __device__ __forceinline__ void Weigh(const Blocks& of, int token, int j, int n, float scale, float2 before,

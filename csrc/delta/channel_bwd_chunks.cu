@@ -17,13 +17,16 @@ struct ChannelGradients : ChannelBands<kRuns> {
   using Base = ChannelBands<kRuns>;
   using Base::Band, Base::Column, Base::Key, Base::Query, Base::s, Base::Side, Base::Token;
   using typename Base::Block;
-  static constexpr int kParts = kD / kPart;
+  static constexpr int kParts = kD / kPart, kPitch = ChannelSums<kPart>::kPitch;
   using Columns = Block[kSide / 16];  // [kBand, kSide]
   using Scores = float[4][4];         // [kBand, 2 * 16]
+  // What of the gradients of a thread's two rows lies along the tokens.
+  struct Along {
+    float queries[2], keys[2];
+  };
   const GradArgs& a;
-  const int64_t row;
-  const int chunk, group;
-  Columns dq, dk;  // of a part's channels, of all heads; but for lengths
+  const int row, chunk, group;
+  Columns dq, dk;  // of a part's channels, but for lengths: where these are sums over heads
   int part = 0, head = 0;
 
   // The blocks of scores that a warp has: the later ones are seen by fewer.
@@ -31,9 +34,11 @@ struct ChannelGradients : ChannelBands<kRuns> {
   __device__ __forceinline__ int Values() const { return a.again.e; }
   __device__ __forceinline__ int First() const { return chunk * kChunk; }
   __device__ __forceinline__ int Rows() const { return a.of.s - First(); }
-  __device__ __forceinline__ int64_t OfHead() const { return (row * a.of.s + First()) * a.of.h + head; }
+  __device__ __forceinline__ int64_t OfHead() const {
+    return (int64_t(row) * a.of.s + First()) * a.of.h + head;
+  }
   __device__ __forceinline__ int64_t OfKey() const {
-    return ((row * a.of.s + First()) * a.of.g + group) * a.of.d;
+    return ((int64_t(row) * a.of.s + First()) * a.of.g + group) * a.of.d;
   }
   __device__ __forceinline__ const ChannelWeights<kD>& Weights() const {
     return static_cast<const ChannelChunk<kD>*>(a.again.of_channels)[a.part.At(row, chunk, head, a.of.h)]
@@ -245,59 +250,93 @@ struct ChannelGradients : ChannelBands<kRuns> {
     }
   }
 
-  // All that the gradients of 64 channels follow from. `reads` and `leaves` then are what OfSums says.
+  // All that the gradients of 64 channels follow from. `reads` then are what OfGates says.
   __device__ __forceinline__ void OfChannels() {
     Columns reads = {}, says = {}, leaves = {};
-    float says_of[2] = {};
     OfState(reads, says, leaves);
     Base::SetBands();
     __syncthreads();
 #pragma unroll
     for (int i = 0; i < kSide / 16; ++i) {
       Block later = {};
+      float says_of[2] = {};
+      Along along{};
       const typename Base::Blocks of{reads[i], says[i], leaves[i], later};
       if (s.is_split[Column(i) / 16])
         Base::SeeInMiddle(Column(i), a.of.scale, of);
       else
         Base::SeeInBands(Column(i), a.of.scale, of);
-      Finish(i, of, says_of);
+      Finish(i, of, says_of, along);
+      PutRows(s.says[Side()], says_of, i > 0);
+      if constexpr (!kSeveral) PutAlong(along, part > 0 || i > 0);
     }
-    PutRows(s.says[Side()], says_of);
     __syncthreads();  // none reads keys and queries by bands any more
 #pragma unroll
     for (int i = 0; i < kSide / 16; ++i)
       Base::EachTwo(Column(i), [&](int token, int channel, int j, int n) {
-        const int at = token * OfSums::kPitch + channel;
-        *reinterpret_cast<float2*>(s.ends.ends + at) = make_float2(reads[i][j][n], reads[i][j][n + 1]);
-        *reinterpret_cast<float2*>(s.ends.leaves + at) = make_float2(leaves[i][j][n], leaves[i][j][n + 1]);
+        *reinterpret_cast<float2*>(s.gates.ends + kPitch * token + channel) =
+            make_float2(reads[i][j][n], reads[i][j][n + 1]);
       });
   }
   // Of 16 channels, with what Blocks became.
-  __device__ __forceinline__ void Finish(int i, const typename Base::Blocks& of, float (&says_of)[2]) {
-    Base::EachTwo(Column(i), [&](int token, int, int j, int n) {
+  __device__ __forceinline__ void Finish(int i, const typename Base::Blocks& of, float (&says_of)[2],
+                                         Along& along) {
+    __syncwarp();  // none reads the warp's sums of these channels any more
+    Base::EachTwo(Column(i), [&](int token, int channel, int j, int n) {
       const int cell = Base::CellOfTwo(Column(i), j, n);
-      const float2 key = Base::Times(s.key_lengths[token], Base::TwoAt(s.k, cell));
-      const float2 query = Base::Times(s.query_lengths[token], Base::TwoAt(s.q, cell));
+      const float2 keys = Base::Times(s.key_lengths[token], Base::TwoAt(s.k, cell));
+      const float2 queries = Base::Times(s.query_lengths[token], Base::TwoAt(s.q, cell));
       const float beta = s.betas[token], own = s.own[token];
+      const float key[2] = {keys.x, keys.y}, query[2] = {queries.x, queries.y};
+      float key_gets[2], query_gets[2], leaves[2];
 #pragma unroll
       for (int m = 0; m < 2; ++m) {
-        const float of_key = m ? key.y : key.x, of_query = m ? query.y : query.x;
-        float &read = of.reads[j][n + m], &leave = of.leaves[j][n + m];
-        const float said = of.says[j][n + m], off = beta * said, later = of.later[j][n + m];
-        says_of[n / 2] += of_key * said;
-        const float query_gets = read + own * of_key, key_gets = later + leave - off + own * of_query;
-        dq[i][j][n + m] = kSeveral ? dq[i][j][n + m] + query_gets : query_gets;
-        dk[i][j][n + m] = kSeveral ? dk[i][j][n + m] + key_gets : key_gets;
-        read = of_query * read - of_key * (off + later), leave *= of_key;
+        float& read = of.reads[j][n + m];
+        const float leave = of.leaves[j][n + m], said = of.says[j][n + m], off = beta * said;
+        const float later = of.later[j][n + m];
+        says_of[n / 2] += key[m] * said;
+        query_gets[m] = read + own * key[m], key_gets[m] = later + leave - off + own * query[m];
+        read = query[m] * read - key[m] * (off + later), leaves[m] = key[m] * leave;
+        if constexpr (kSeveral) dq[i][j][n + m] += query_gets[m], dk[i][j][n + m] += key_gets[m];
       }
+      *reinterpret_cast<float2*>(s.sums.of + kPitch * token + channel) = make_float2(leaves[0], leaves[1]);
+      if constexpr (!kSeveral) Put(token, channel, n, query_gets, key_gets, query, key, along);
     });
   }
+
+  // The gradients of two neighbours, times 1 over lengths.
+  __device__ __forceinline__ void Put(int token, int channel, int n, const float (&query_gets)[2],
+                                      const float (&key_gets)[2], const float (&query)[2],
+                                      const float (&key)[2], Along& along) const {
+    along.queries[n / 2] += query_gets[0] * query[0] + query_gets[1] * query[1];
+    along.keys[n / 2] += key_gets[0] * key[0] + key_gets[1] * key[1];
+    if (token >= Rows() || part * kPart + channel >= a.of.d) return;
+    const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + part * kPart + channel;
+    const float by_query = s.query_lengths[token], by_key = s.key_lengths[token];
+    *reinterpret_cast<uint32_t*>(a.dq + at) = ssm::Pack(by_query * query_gets[0], by_query * query_gets[1]);
+    *reinterpret_cast<uint32_t*>(a.dk + at) = ssm::Pack(by_key * key_gets[0], by_key * key_gets[1]);
+  }
+  // Of a part's channels and all heads.
+  __device__ __forceinline__ void PutAll(Along& along) const {
+#pragma unroll
+    for (int i = 0; i < kSide / 16; ++i)
+      Base::EachTwo(Column(i), [&](int token, int channel, int j, int n) {
+        const float2 key = Key(token, channel), query = Query(token, channel);
+        Put(token, channel, n, {dq[i][j][n], dq[i][j][n + 1]}, {dk[i][j][n], dk[i][j][n + 1]},
+            {query.x, query.y}, {key.x, key.y}, along);
+      });
+  }
+  __device__ __forceinline__ void PutAlong(const Along& along, bool adds) {
+    PutRows(s.along[0][Side()], along.queries, adds), PutRows(s.along[1][Side()], along.keys, adds);
+  }
   // A value of each of the thread's two rows, summed over the four threads that share them.
-  __device__ __forceinline__ static void PutRows(float (&place)[kChunk], const float (&of)[2]) {
+  __device__ __forceinline__ static void PutRows(float (&place)[kChunk], const float (&of)[2],
+                                                 bool adds = false) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float sum = WarpSum<4>(of[half]);
-      if (Lane() % 4 == 0) place[Token(2 * half)] = sum;
+      float& to = place[Token(2 * half)];
+      if (Lane() % 4 == 0) to = adds ? to + sum : sum;
     }
   }
 
@@ -310,11 +349,11 @@ struct ChannelGradients : ChannelBands<kRuns> {
     float behind = 0, before = 0;
 #pragma unroll
     for (int i = 0; i < kBand; ++i) {
-      const int at = (first + i) * OfSums::kPitch + channel;
-      if (s.runs.AreOne(first, first + i)) behind += s.ends.ends[at];
-      before += s.ends.leaves[at];
+      const int at = (first + i) * kPitch + channel;
+      if (s.runs.AreOne(first, first + i)) behind += s.gates.ends[at];
+      before += s.sums.of[at];
     }
-    s.parts[0][quarter][channel] = behind, s.parts[1][quarter][channel] = before;
+    s.gates.parts[0][quarter][channel] = behind, s.gates.parts[1][quarter][channel] = before;
     __syncthreads();
     const int of_all = part * kPart + channel;
     if (of_all < a.of.d) {
@@ -323,26 +362,26 @@ struct ChannelGradients : ChannelBands<kRuns> {
       for (const auto& of_warp : s.products) product += of_warp[channel];
 #pragma unroll
       for (int i = 0; i < kQuarters; ++i) {
-        all += *s.sums.At(i * kBand + kBand - 1, channel);
-        if (i > quarter && s.runs.AreOne(first + kBand - 1, i * kBand)) behind += s.parts[0][i][channel];
-        if (i < quarter) before += s.parts[1][i][channel];
+        all += s.totals[i][channel];
+        if (i > quarter && s.runs.AreOne(first + kBand - 1, i * kBand))
+          behind += s.gates.parts[0][i][channel];
+        if (i < quarter) before += s.gates.parts[1][i][channel];
       }
       // What is left of the state before the chunk, of whatever it is where that is nothing.
       const float through = s.runs.Continues(kLast) ? Weighed(Exp2(all), product) : 0.f;
 #pragma unroll
       for (int i = kBand; i-- > 0;) {
         if (i + 1 < kBand && !s.runs.AreOne(first + i, first + i + 1)) behind = 0;
-        sums[i] = behind += s.ends.ends[(first + i) * OfSums::kPitch + channel];
+        sums[i] = behind += s.gates.ends[(first + i) * kPitch + channel];
       }
       float* to = a.dgate + (OfHead() + int64_t(first) * a.of.h) * a.of.d + of_all;
       const int64_t stride = int64_t(a.of.h) * a.of.d;
 #pragma unroll
       for (int i = 0; i < kBand; ++i, to += stride) {
         if (first + i < Rows()) *to = sums[i] + before + through;
-        before += s.ends.leaves[(first + i) * OfSums::kPitch + channel];
+        before += s.sums.of[(first + i) * kPitch + channel];
       }
     }
-    __syncthreads();  // none reads them any more
   }
 
   // Of 64 channels of keys. A head's scores are still there, where it is the only one.
@@ -353,7 +392,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
     if (has_scores) FetchStates(LastOfValues());
     CommitPrefetch();
     if (threadIdx.x < kChunk) s.betas[threadIdx.x] = Weights().betas[threadIdx.x];
-    if (part == 0 && head % (a.of.h / a.of.g) == 0) Lengths();
+    if (part == 0 && (!kSeveral || head % (a.of.h / a.of.g) == 0)) Lengths();
     s.sums.template Set<kGradThreads>(a.of.gate + OfHead() * a.of.d + part * kPart, int64_t(a.of.h) * a.of.d,
                                       Rows(), a.of.d - part * kPart);
     __syncthreads();
@@ -379,7 +418,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
 
   __device__ __forceinline__ void Run() {
     const int heads = kSeveral ? a.of.h / a.of.g : 1;
-    s.runs.Set(a.of, row, First());
+    if (threadIdx.x < kChunk) s.runs.Set(a.of, row, First(), threadIdx.x, kChunk);
 #pragma unroll 1
     for (part = 0; part < kParts; ++part) {
       if constexpr (kSeveral) Clear(dq), Clear(dk);
@@ -388,54 +427,37 @@ struct ChannelGradients : ChannelBands<kRuns> {
         head = group * heads + i;
         RunHead(part > 0 && !kSeveral);
       }
-      PutKeys(a.dq, s.q, dq, s.query_lengths, s.along[0][Side()]);
-      PutKeys(a.dk, s.k, dk, s.key_lengths, s.along[1][Side()]);
+      if constexpr (kSeveral) {
+        Along along{};
+        PutAll(along), PutAlong(along, part > 0);
+      }
     }
     if (!a.of.normalize) return;
     __syncthreads();
     TakeAlong(a.dq, a.of.q, s.along[0], s.query_lengths), TakeAlong(a.dk, a.of.k, s.along[1], s.key_lengths);
   }
-  // A part's channels, times 1 over lengths; and what of them lies along the tokens.
-  __device__ __forceinline__ void PutKeys(Bf16* to, Tokens<kPart>& tokens, const Columns& of,
-                                          const float* lengths, float (&along)[kChunk]) const {
-    const int most = a.of.d - part * kPart;  // channels
-    Bf16* const of_part = to + OfKey() + part * kPart;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int token = Token(2 * half);
-      const float length = lengths[token];
-      Bf16* const of_token = of_part + int64_t(token) * a.of.g * a.of.d;
-      const bool is_there = token < Rows();
-      float sum = 0;
-#pragma unroll
-      for (int j = 0; j < kSide / 8; ++j) {
-        const int column = Side() * kSide + 8 * j + ssm::ColumnOf(0);
-        const float* const both = of[j / 2][j % 2] + 2 * half;
-        const float two[2] = {length * both[0], length * both[1]};
-        const float2 own = Base::TwoAt(tokens, Base::CellOfTwo(Column(j / 2), j % 2, 2 * half));
-        sum += two[0] * own.x + two[1] * own.y;
-        if (is_there && column < most)
-          *reinterpret_cast<uint32_t*>(of_token + column) = ssm::Pack(two[0], two[1]);
-      }
-      sum = WarpSum<4>(sum);
-      if (Lane() % 4 == 0) along[token] = part > 0 ? along[token] + sum : sum;
-    }
-  }
   // What a token's length takes away of the gradient, where it is divided by it: what lies along the token.
   __device__ __forceinline__ void TakeAlong(Bf16* of, const Bf16* tokens,
                                             const float (&along)[kSides][kChunk],
                                             const float* lengths) const {
-    constexpr int kPieces = kD / 8;
-    const int channel = threadIdx.x % kPieces * 8;
-    if (channel >= a.of.d) return;
-    for (int token = threadIdx.x / kPieces; token < min(Rows(), kChunk); token += kGradThreads / kPieces) {
-      const int64_t at = OfKey() + int64_t(token) * a.of.g * a.of.d + channel;
+    constexpr int kPieces = kD / 8, kNext = kGradThreads / kPieces, kCount = kChunk / kNext;
+    const int first = threadIdx.x / kPieces, channel = threadIdx.x % kPieces * 8;
+    const int64_t at = OfKey() + int64_t(first) * a.of.g * a.of.d + channel;
+    const int64_t next = int64_t(kNext) * a.of.g * a.of.d;
+    const auto is_there = [&](int i) { return first + i * kNext < Rows() && channel < a.of.d; };
+    Vec<Bf16, 8> given[kCount] = {}, own[kCount] = {};  // all on their way at the same time
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (is_there(i)) given[i] = Load<8>(of + at + i * next), own[i] = Load<8>(tokens + at + i * next);
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      if (!is_there(i)) continue;
+      const int token = first + i * kNext;
       const float less = lengths[token] * lengths[token] * (along[0][token] + along[1][token]);
-      const auto given = Load<8>(of + at), own = Load<8>(tokens + at);
       float out[8];
 #pragma unroll
-      for (int j = 0; j < 8; ++j) out[j] = given[j] - less * own[j];
-      Store(of + at, Round<Bf16, 8>(out));
+      for (int j = 0; j < 8; ++j) out[j] = given[i][j] - less * own[i][j];
+      Store(of + at + i * next, Round<Bf16, 8>(out));
     }
   }
 };
@@ -448,7 +470,7 @@ __global__ void __launch_bounds__(kGradThreads, kSeveral ? 1 : 2)
   LetNextStart();
   AwaitPrevious();
   const int chunk = a.part.first_chunk + int(blockIdx.y);
-  const int64_t row = a.part.first_row + int(blockIdx.z);
+  const int row = a.part.first_row + int(blockIdx.z);
   ChannelGradients<kD, kRuns, kSeveral>{{shared}, a, row, chunk, int(blockIdx.x)}.Run();
 }
 

@@ -2,8 +2,8 @@
 // state: keys and queries as the state before the chunk is read with, and keys as what they write is left at
 // its end; how much queries see of keys, and the inverse. Where gates leave at least 2^-kMostOfHalf of 16
 // channels in each half of the chunk, all products are split in its middle. Elsewhere they are where bands
-// begin; and where the gates of 16 tokens leave less than 2^-kMostSplit of a channel, what is left between two
-// of them is computed for each pair.
+// begin; and where the gates of 16 tokens leave less than 2^-kMostSplit of a channel, what is left between
+// two of them is computed for each pair.
 
 #include "base/check.h"
 #include "delta/channel.cuh"
@@ -134,8 +134,8 @@ struct OfChannels {
       }
     }
   }
-  // Keys, each divided by what is left since the chunk's middle, where their sums were: of the two pieces of 16
-  // bytes that 8 sums have, so that eight rows of a matrix lie in different banks.
+  // Keys, each divided by what is left since the chunk's middle, where their sums were: of the two pieces of
+  // 16 bytes that 8 sums have, so that eight rows of a matrix lie in different banks.
   static constexpr int kBackPitch = 2 * ChannelSums<kD>::kPitch;
   __device__ __forceinline__ Bf16* Back(int token, int channel) const {
     return reinterpret_cast<Bf16*>(s.sums.of) + token * kBackPitch + 2 * channel + token / 4 % 2 * 8;

@@ -35,19 +35,9 @@ struct ChannelSums {
   __device__ __forceinline__ float2 Two(int token, int channel) const {
     return *reinterpret_cast<const float2*>(At(token, channel));
   }
-  // Of a band; of the bands from `first` on up to before `end`.
+  // Of a band.
   __device__ __forceinline__ float2 Band(int band, int channel) const {
     return Two(band * kBand + kBand - 1, channel);
-  }
-  __device__ __forceinline__ float2 Bands(int first, int end, int channel) const {
-    float2 sum = make_float2(0, 0);
-#pragma unroll
-    for (int i = 0; i < kBands; ++i)
-      if (i >= first && i < end) {
-        const float2 of_band = Band(i, channel);
-        sum.x += of_band.x, sum.y += of_band.y;
-      }
-    return sum;
   }
   // Of 16 channels of a band, whether products may be split. All lanes of a warp call it.
   __device__ __forceinline__ bool Splits(int band, int channel) const {
