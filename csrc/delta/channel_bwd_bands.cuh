@@ -3,6 +3,7 @@
 #pragma once
 
 #include "delta/channel_sums.cuh"
+#include "delta/delta_walk.cuh"
 
 namespace te::delta {
 
