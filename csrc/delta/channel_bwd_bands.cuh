@@ -133,6 +133,7 @@ struct ChannelBands {
   }
   __device__ __forceinline__ float2 Since(int band, int channel) const {
     float2 sum = Total(kBands - 1, channel);
+#pragma unroll 1
     for (int i = kBands - 1; i-- > band;) {
       const float2 of_band = Total(i, channel);
       sum.x += of_band.x, sum.y += of_band.y;

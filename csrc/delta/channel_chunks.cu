@@ -190,6 +190,8 @@ struct OfChannels {
   }
   static constexpr int kPieces = kD / 8, kMiddle = kBands / 2;
   __device__ __forceinline__ void WriteInMiddle(int channel) {
+    constexpr int kNext = kThreads / kPieces;
+    static_assert(kBand % kNext == 0);
     float middle[8], before[8], behind[8];  // of the sum up to the middle; what is left there, and from there
 #pragma unroll
     for (int j = 0; j < 8; ++j) {
@@ -197,32 +199,40 @@ struct OfChannels {
       behind[j] = Exp2(s.behind[kMiddle][channel + j]);
     }
 #pragma unroll 1
-    for (int token = threadIdx.x / kPieces; token < kChunk; token += kThreads / kPieces) {
-      Bf16 *const of_key = s.tokens.k.At(token, channel), *const of_query = s.tokens.q.At(token, channel);
-      const auto key = Load<8>(of_key), query = Load<8>(of_query);
-      const float by_key = s.of_keys[token], by_query = s.of_queries[token] * a.scale;
-      const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
-      float keys[8], queries[8], back[8], k[8], q[8], left[8];
+    for (int band = 0; band < kBands; ++band) {
+      float from_middle[8];
 #pragma unroll
-      for (int j = 0; j < 8; j += 4) {
-        const auto own = Load<4>(s.sums.At(token, channel + j));
-        const auto of_band = Load<4>(&s.before[token / kBand][channel + j]);
+      for (int j = 0; j < 8; ++j) from_middle[j] = s.before[band][channel + j] - middle[j];
 #pragma unroll
-        for (int n = 0; n < 4; ++n) {
-          const int at = j + n;
-          const float sum = own[n] + (of_band[n] - middle[at]), since = Exp2(sum);
-          keys[at] = key[at] * since, queries[at] = query[at] * since, back[at] = key[at] * Exp2(-sum);
-          k[at] = goes_on ? keys[at] * (by_key * before[at]) : 0.f;
-          q[at] = goes_on ? queries[at] * (by_query * before[at]) : 0.f;
-          left[at] = stays ? back[at] * (by_key * behind[at]) : 0.f;
-        }
-      }
-      Store(of_key, Round<Bf16, 8>(keys)), Store(of_query, Round<Bf16, 8>(queries));
-      Store(Back(token, channel), Round<Bf16, 8>(back));
-      Store(out.tiles.k.At(token, channel), Round<Bf16, 8>(k));
-      Store(out.tiles.q.At(token, channel), Round<Bf16, 8>(q));
-      Store(out.tiles.left.At(token, channel), Round<Bf16, 8>(left));
+      for (int i = 0; i < kBand; i += kNext)
+        WriteToken(band * kBand + i + threadIdx.x / kPieces, channel, from_middle, before, behind);
     }
+  }
+  __device__ __forceinline__ void WriteToken(int token, int channel, const float (&from_middle)[8],
+                                             const float (&before)[8], const float (&behind)[8]) {
+    Bf16 *const of_key = s.tokens.k.At(token, channel), *const of_query = s.tokens.q.At(token, channel);
+    const auto key = Load<8>(of_key), query = Load<8>(of_query);
+    const float by_key = s.of_keys[token], by_query = s.of_queries[token] * a.scale;
+    const bool goes_on = s.runs.Continues(token), stays = s.runs.AreOne(token, kLast);
+    float keys[8], queries[8], back[8], k[8], q[8], left[8];
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      const auto own = Load<4>(s.sums.At(token, channel + j));
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const int at = j + n;
+        const float sum = own[n] + from_middle[at], since = Exp2(sum);
+        keys[at] = key[at] * since, queries[at] = query[at] * since, back[at] = key[at] * Exp2(-sum);
+        k[at] = goes_on ? keys[at] * (by_key * before[at]) : 0.f;
+        q[at] = goes_on ? queries[at] * (by_query * before[at]) : 0.f;
+        left[at] = stays ? back[at] * (by_key * behind[at]) : 0.f;
+      }
+    }
+    Store(of_key, Round<Bf16, 8>(keys)), Store(of_query, Round<Bf16, 8>(queries));
+    Store(Back(token, channel), Round<Bf16, 8>(back));
+    Store(out.tiles.k.At(token, channel), Round<Bf16, 8>(k));
+    Store(out.tiles.q.At(token, channel), Round<Bf16, 8>(q));
+    Store(out.tiles.left.At(token, channel), Round<Bf16, 8>(left));
   }
   __device__ __forceinline__ void WriteByBands(int channel) {
 #pragma unroll 1

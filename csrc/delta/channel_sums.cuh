@@ -1,6 +1,6 @@
-// Gates of channels within a chunk of tokens. No sum of logarithms is the difference of two others but within
-// a band of 16 tokens. Between bands what is left is split where a band begins, so that both factors are at
-// most 1.
+// Gates of channels within a chunk of tokens. Where they leave enough, what is left between two tokens is
+// split in the chunk's middle. Else no sum of logarithms is the difference of two others but within a band of
+// 16 tokens, and between bands what is left is split where a band begins, so that both factors are at most 1.
 #pragma once
 
 #include "delta/inverse.cuh"
