@@ -50,9 +50,13 @@ GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
 CHANNEL_ERRORS = ERROR + 2 * 2.0**-9, GRADIENT_ERROR + 3 * 2.0**-9
 
 
-def check(rng, s, h, g, d, e, absent, normalize=True, count=6, by_channel=False, errors=(ERROR, GRADIENT_ERROR)):
-    """Results and all gradients of some rows."""
+def check(
+    rng, s, h, g, d, e, absent, normalize=True, count=6, by_channel=False, errors=(ERROR, GRADIENT_ERROR), gate=None
+):
+    """Results and all gradients of some rows, of `gate` where it is there."""
     given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=count)
+    if gate is not None:
+        given |= dict(gate=gate)
     given = {name: a for name, a in given.items() if name not in absent}
     if not normalize:  # of length 1 but for a rounding, so that the state does not grow
         unit = lambda a: (a / np.linalg.norm(a.astype(np.float32), axis=-1, keepdims=True)).astype(a.dtype)
@@ -86,6 +90,15 @@ def test_gated_delta(rng, monkeypatch, s, h, g, d, e, absent):
 def test_gates_of_channels(rng, monkeypatch, s, h, g, d, e, absent):
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 1)
     check(rng, s, h, g, d, e, absent, by_channel=True, errors=CHANNEL_ERRORS)
+
+
+def test_where_products_of_channels_are_split(rng):
+    """In the middle of a chunk where the gates of 16 channels leave at least 2**-72 in each half: channels with a
+    little more, with a little less, and with both in the same 16."""
+    s, h, d, e = 130, 2, 72, 16
+    least = np.where(np.arange(d) // 16 % 2, 73, 71) + 4 * (np.arange(d) == 40)
+    gate = -(least + rng.uniform(-0.5, 0.5, (2, s, h, d))) * np.log(2) / 32
+    check(rng, s, h, h, d, e, (), count=2, by_channel=True, errors=CHANNEL_ERRORS, gate=gate.astype(np.float32))
 
 
 @pytest.mark.parametrize("by_channel", [False, True])
