@@ -217,7 +217,7 @@ CASES = [
     ),
     Case(
         "gemm_into", "te_gemm_into", {**_groups("m", "n", "k"), "p": 2}, (E4M3, E5M2, f32, f32, None, f32),
-        dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, entry=1, entries=2, pause=1),
+        dict(contract=2, out_dtype=jnp.dtype(f32), fast_accum=True, entry=1, entries=2),
     ),
     Case(
         "gemm_sum_fp8", "te_gemm_sum", _groups("m", "n", "k0", "k1", "k2"),

@@ -140,19 +140,20 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
                     Ret ddt_bias_partials, bool softplus, double least, double most, int64_t shared,
                     int64_t slab_rows, int64_t slab_tokens, int64_t slab_heads);
 
-// The gated delta rule, with a gate for each head. q, k bf16 [b, s, g, d], v bf16 [b, s, h, e], beta f32 [b,
-// s, h], gate f32 [b, s, h, 1], runs? as above, initial? f32 [b, h, d, e] -> y as v, last? f32 [b, h, d, e],
-// states? f32 [b, ceil(s / 512), h, d, e]: before each 512 tokens. shared as above. d and e are multiples of
-// 8, at most 128. workspace: 18192 bytes for each 64 tokens of a head.
+// The gated delta rule, with a gate for each head or channel of keys. q, k bf16 [b, s, g, d], v bf16 [b, s,
+// h, e], beta f32 [b, s, h], gate f32 [b, s, h, 1] or [b, s, h, d], runs? as above, initial? f32 [b, h, d, e]
+// -> y as v, last? f32 [b, h, d, e], states? f32 [b, ceil(s / 512), h, d, e]: before each 512 tokens. shared
+// as above. d and e are multiples of 8, at most 128. workspace: for each 64 tokens of a head 18192 bytes;
+// with gates of channels 41600, or 66432 of more than 64.
 Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, Arg gate, Arg runs,
                            Arg initial, Ret y, Ret last, Ret states, Ret workspace, double scale,
                            bool normalize, int64_t shared);
 
 // dy as v, dlast? as last, the rest as above, states that the forward pass kept -> dq, dk as q, dv as v,
 // dbeta, dgate, dinitial? as initial. In slabs of slab_rows rows and slab_tokens tokens (a multiple of 512,
-// or of 64 and s or more); workspace, each part a multiple of 256 bytes: as the forward pass has it, the
-// state f32 [b, h, d, e] unless dinitial is there; and of a slab, for two where there are several, twice bf16
-// [slab_rows, slab_tokens / 64, h, e, d], then twice bf16 [slab_rows, slab_tokens, h, e].
+// or of 64 and s or more); workspace, each part a multiple of 256 bytes: as the forward pass has it, of a
+// slab; the state f32 [b, h, d, e] unless dinitial is there; and of a slab twice bf16 [slab_rows, slab_tokens
+// / 64, h, e, d], then twice bf16 [slab_rows, slab_tokens, h, e].
 Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k, Arg v, Arg beta, Arg gate,
                            Arg runs, Arg states, Ret dq, Ret dk, Ret dv, Ret dbeta, Ret dgate, Ret dinitial,
                            Ret workspace, double scale, bool normalize, int64_t shared, int64_t slab_rows,
@@ -173,11 +174,10 @@ Status LaunchScaleUpdate(cudaStream_t stream, Arg scales, Arg histories, Arg ama
 // lhs [m..., k...], rhs [n..., k...], of whose axes the last `contract` are k; lhs_scale_inv?, rhs_scale_inv?
 // f32 [], bias? [n...], c? [m..., n...] -> out [m..., n...], and a workspace u8 of any size. With `entry` of
 // 0 or more out is [p, m..., n...], of which this entry is written: c, if it is there, is the others, best in
-// the same buffer, and not added. pause: microseconds before the product starts, so that a collective can
-// first.
+// the same buffer, and not added.
 Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
                   Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune,
-                  int64_t entry, int64_t pause);
+                  int64_t entry);
 
 // The product of matrices lhs [m, k], rhs [n, k] with a scale for each block of 128 along k: lhs_scale_inv
 // f32 [k/128, m], and rhs_scale_inv f32 [k/128, n] or rhs_block_inv f32 [n/128, k/128 up to a multiple of 4].
@@ -186,7 +186,7 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
 // m...], rhs_block_inv f32 [n.../128, k.../128], with blocks along the last axes of n and k.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
-                       int64_t outer, bool tune, int64_t pause);
+                       int64_t outer, bool tune);
 
 // softmax(scale * q k^T + bias, masked) v per head. q [b, s, h, d], k [b, t, g, d], v [b, t, g, e]; or q and
 // kv [b, t, 2, g, d]; or qkv [b, s, 3, h, d]; interleaved, kv and qkv lie as [b, t, g, 2, d], [b, s, h, 3,

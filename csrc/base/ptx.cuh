@@ -28,13 +28,6 @@ __device__ __forceinline__ float MinNan(float a, float b) {
   return a;
 }
 
-// Nanoseconds, of one clock for all multiprocessors.
-__device__ __forceinline__ uint64_t GlobalTimer() {
-  uint64_t ns;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(ns));
-  return ns;
-}
-
 // Barrier `index` (1 to 15; 0 is __syncthreads') of `threads` threads of a CTA.
 __device__ __forceinline__ void NamedBarrier(unsigned index, unsigned threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(index), "r"(threads) : "memory");

@@ -429,7 +429,7 @@ struct Walk {
     for (int i = 0; i < kChunk / 4; ++i) y[i] = ssm::Pack(of[2 * i], of[2 * i + 1]);
   }
 
-  // The steps of a walk, in its order, as `WalkAlone` and the walks on Hopper call them.
+  // The steps of a walk, in its order, as `WalkAlong` and the walks on Hopper call them.
   __device__ __forceinline__ int Count() const { return Chunks(); }
   __device__ __forceinline__ void FetchNext(int i) { Fetch(i, i % kStages); }
   __device__ __forceinline__ Bf16* To(int i) const { return a.y + Values(i); }

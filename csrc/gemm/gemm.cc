@@ -57,14 +57,13 @@ Status MakeKey(const Call& call, bool tune, GemmKey* key) {
 }
 
 Status Run(Stage stage, cudaStream_t stream, const Call& call, const GemmKey& key,
-           const Tensor& lhs_scale_inv, const Tensor& rhs_scale_inv, int64_t pause) {
+           const Tensor& lhs_scale_inv, const Tensor& rhs_scale_inv) {
   const bool runs = stage == Stage::kExecute;
   if (key.empty())  // a sum of no products, if there is a result at all
     return runs && Present(call.out) ? BiasPlusC(stream, call.bias, call.c, call.out, key.n) : Status{};
   GemmChoice choice;
   TE_TRY(FindGemm(stream, key, &choice));
   if (!runs) return {};
-  TE_TRY(Pause(stream, pause));
   return Matmul(stream, choice.handle, key, choice.algo,
                 {call.lhs.data, call.rhs.data, Data<float>(lhs_scale_inv), Data<float>(rhs_scale_inv),
                  Data<void>(call.bias), Data<void>(call.c), call.out.data, Data<void>(call.workspace)});
@@ -92,7 +91,7 @@ Status EntryOf(Stage stage, cudaStream_t stream, const Tensor& out, const Tensor
 // Without scales FP8 operands are taken as they are.
 Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv, Arg rhs_scale_inv,
                   Arg bias, Arg c, Ret out, Ret workspace, int64_t contract, bool fast_accum, bool tune,
-                  int64_t entry, int64_t pause) {
+                  int64_t entry) {
   GemmKey key;
   Call call{"te_gemm", lhs, rhs, bias, c, out, workspace, contract};
   if (entry >= 0) {
@@ -103,7 +102,7 @@ Status LaunchGemm(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_sc
   key.fast_accum = fast_accum && key.fp8();  // of no effect on other types: one plan for both
   TE_TRY(Expect(call.op, {{"lhs_scale_inv", lhs_scale_inv, F32, {}, AbsentIf(!key.fp8())},
                           {"rhs_scale_inv", rhs_scale_inv, F32, {}, AbsentIf(!key.fp8())}}));
-  return Run(stage, stream, call, key, lhs_scale_inv, rhs_scale_inv, pause);
+  return Run(stage, stream, call, key, lhs_scale_inv, rhs_scale_inv);
 }
 
 namespace {
@@ -137,7 +136,7 @@ Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, co
 // The scales are as gemm.h says, or of more axes.
 Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg lhs_scale_inv,
                        Arg rhs_scale_inv, Arg rhs_block_inv, Arg bias, Arg c, Ret out, Ret workspace,
-                       int64_t outer, bool tune, int64_t pause) {
+                       int64_t outer, bool tune) {
   GemmKey key;
   const Call call{"te_gemm_block", lhs, rhs, bias, c, out, workspace, outer + 1};
   TE_CHECK(outer >= 0, "%s: outer is %ld; pass 0 or more", call.op, long(outer));
@@ -162,12 +161,10 @@ Status LaunchGemmBlock(Stage stage, cudaStream_t stream, Arg lhs, Arg rhs, Arg l
                        {"rhs_block_inv", rhs_block_inv, F32, square_axes, kOptional}}));
   for (const Tensor& scale : {Tensor(lhs_scale_inv), Tensor(rhs_scale_inv), Tensor(rhs_block_inv)})
     TE_CHECK(Aligned(Data<float>(scale)), "%s: scales must be aligned to 16 bytes", call.op);
-  if (!matrices && !key.empty()) {
-    if (stage != Stage::kExecute) return {};
-    TE_TRY(Pause(stream, pause));
-    return RunOneGroup(stream, call, key, n, k, lhs_scale_inv, rhs_block_inv);
-  }
-  return Run(stage, stream, call, key, lhs_scale_inv, squares ? Tensor(rhs_block_inv) : rhs_scale_inv, pause);
+  if (!matrices && !key.empty())
+    return stage == Stage::kExecute ? RunOneGroup(stream, call, key, n, k, lhs_scale_inv, rhs_block_inv)
+                                    : Status{};
+  return Run(stage, stream, call, key, lhs_scale_inv, squares ? Tensor(rhs_block_inv) : rhs_scale_inv);
 }
 
 }  // namespace te

@@ -126,9 +126,4 @@ Status FindGemm(cudaStream_t stream, const GemmKey& key, GemmChoice* choice);
 // takes; out is not empty, and may be c.
 Status BiasPlusC(cudaStream_t stream, const Tensor& bias, const Tensor& c, const Tensor& out, int64_t n);
 
-// ---- gemm_pause.cu: what a product may wait for ----
-
-// Enqueues a kernel that takes so many microseconds and one thread; none where there are none.
-Status Pause(cudaStream_t stream, int64_t microseconds);
-
 }  // namespace te

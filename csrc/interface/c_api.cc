@@ -127,13 +127,12 @@ Status NormBwd(Call& call, const te_jax_norm_bwd_args& a) {
 }
 
 constexpr int64_t kNoEntry = -1;  // the result is a matrix, not one of several
-constexpr int64_t kNoPause = 0;   // the stream knows of no collective
 
 Status Gemm(Call& call, const te_jax_gemm_args& a) {
   return call.Launch(LaunchGemm, TE_MATRIX(lhs, kRequired), TE_MATRIX(rhs, kRequired),
                      TE_MAYBE(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(bias),
                      TE_MATRIX(c, kOptional), TE_MATRIX(out, kRequired), call.Workspace(kGemmWorkspace),
-                     a.contract, a.fast_accum, a.tune, kNoEntry, kNoPause);
+                     a.contract, a.fast_accum, a.tune, kNoEntry);
 }
 
 constexpr int64_t kOuter = 0;  // axes of k without blocks: there is one axis
@@ -144,7 +143,7 @@ Status GemmBlock(Call& call, const te_jax_gemm_block_args& a) {
   return call.Launch(LaunchGemmBlock, TE_MATRIX(lhs, kRequired), TE_MATRIX(rhs, kRequired),
                      TE_ARRAY(lhs_scale_inv), TE_MAYBE(rhs_scale_inv), TE_MAYBE(rhs_block_inv),
                      TE_MAYBE(bias), TE_MATRIX(c, kOptional), TE_MATRIX(out, kRequired),
-                     call.Workspace(kGemmWorkspace), kOuter, a.tune, kNoPause);
+                     call.Workspace(kGemmWorkspace), kOuter, a.tune);
 }
 
 Status GemmGrouped(Call& call, const te_jax_gemm_grouped_args& a) {

@@ -60,8 +60,8 @@ TE_HANDLER(te_gemm_grouped_paired_wgrad, LaunchGemmGroupedPairedWgrad, "e5m2", "
 TE_HANDLER(te_gemm_grouped_wide, LaunchGemmGroupedWide);
 TE_HANDLER(te_gemm_grouped_wide_wgrad, LaunchGemmGroupedWideWgrad);
 TE_HANDLER(te_scale_update, LaunchScaleUpdate, "interval", "margin", "newest");
-TE_HANDLER_INIT(te_gemm, LaunchGemm, "contract", "fast_accum", "tune", "entry", "pause");
-TE_HANDLER_INIT(te_gemm_block, LaunchGemmBlock, "outer", "tune", "pause");
+TE_HANDLER_INIT(te_gemm, LaunchGemm, "contract", "fast_accum", "tune", "entry");
+TE_HANDLER_INIT(te_gemm_block, LaunchGemmBlock, "outer", "tune");
 TE_HANDLER_INIT(te_attention_fwd, LaunchAttentionFwd, "left", "right", "bottom_right", "seq_major",
                 "interleaved", "scale", "dropout_rate");
 TE_HANDLER_INIT(te_attention_bwd, LaunchAttentionBwd, "left", "right", "bottom_right", "seq_major",

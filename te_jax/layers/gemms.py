@@ -58,8 +58,8 @@ def fprop_each(
     def of_term(lhs, lhs_inv, residual, turn, at, w, bias, config):
         rhs, rhs_inv = w.columns
         options = dict(contract=config.contract, out_dtype=config.x.dtype, out_spec=config.spec)
-        options |= _options(_FPROP, config) | (dict(pause=turn.pause) if turn and at == 0 else {})
-        if turn and turn.into:
+        options |= _options(_FPROP, config)
+        if turn:
             return _into(turn, at, lhs, rhs, lhs_inv, rhs_inv, bias, options)
         y = gemm(lhs, rhs, lhs_inv, rhs_inv, bias, residual, **options)
         # A layer has one type, however its operands may be split: blocks that a mesh would cut are not.
@@ -119,12 +119,11 @@ def dgrad_and_read(
     def multiply(piece, turn=None):
         pairs = zip(piece[0], (w.rows for _, w, _ in terms))
         pairs = [(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs]
-        of_turn = dict(pause=turn.pause) if turn else {}
-        if turn and turn.into:
+        if turn:
             lhs = pairs[0][0]
             of_one = {name: a for name, a in options.items() if name != "lead"}
-            return (_into(turn, 0, *pairs[0], None, of_one | of_turn | dict(contract=lhs.ndim - config.lead)),)
-        return (gemm_sum(pairs, piece[1], **options, **of_turn),)
+            return (_into(turn, 0, *pairs[0], None, of_one | dict(contract=lhs.ndim - config.lead)),)
+        return (gemm_sum(pairs, piece[1], **options),)
 
     with jax.default_matmul_precision(config.precision):
         if high:
@@ -134,7 +133,7 @@ def dgrad_and_read(
             return multiply((rows, onto))[0], tensors
         kernels = [w.rows for _, w, _ in terms]
         in_place = len(terms) == 1 and onto is None and _writes_entries(_DGRAD, config)
-        ways = dict(gathers=not pieces.gathers, results=int(in_place), late=True)
+        ways = dict(gathers=not pieces.gathers, results=int(in_place))
         (dx,), read = pieces.multiply(multiply, rows, onto, kernels, config.lead, **ways)
     if pieces.gathers or not format_of(config.recipe, "grad").shared:
         return dx, tensors

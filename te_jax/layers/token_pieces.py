@@ -25,7 +25,6 @@ from te_jax.sharding.resource import current_mesh_resource
 
 Rows = tuple[jax.Array, jax.Array]  # data and inverse scales, as `Fp8Tensor.rows`
 Piece = tuple[list[Rows], jax.Array | None]  # of the factors of products, and of what is added
-_PAUSE = 8  # microseconds: what a collective needs to start, on an H200, and half as many again
 
 
 class Turn(NamedTuple):
@@ -33,8 +32,7 @@ class Turn(NamedTuple):
 
     entry: int  # of `entries` pieces
     entries: int
-    into: tuple[jax.Array | None, ...] | None  # what the results are entries of, if there is any; None: of nothing
-    pause: int  # microseconds before the product starts, for a collective to start first
+    into: tuple[jax.Array | None, ...]  # what the results are entries of; None: of new arrays
 
 
 class AxisPieces(NamedTuple):
@@ -146,22 +144,21 @@ class TokenPieces(NamedTuple):
 
     def multiply(
         self,
-        product: Callable[[Piece, Turn], tuple[jax.Array, ...]],
+        product: Callable[..., tuple[jax.Array, ...]],
         rows: Sequence[Rows],
         added: jax.Array | None,
         others: Any,
         lead: int,
         gathers: bool,
         results: int = 0,
-        late: bool = False,
     ) -> tuple[tuple[jax.Array, ...], list[list[Rows]]]:
-        """product((rows, added), turn) in pieces, each of its results [*B, ...] joined; and the pieces of each of the
-        rows as they were read.
+        """product((rows, added)) in pieces, each of its results [*B, ...] joined; and the pieces of each of the rows as
+        they were read.
 
         rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. others: arrays that all products
         read. lead: axes in B. gathers: the rows are gathered, as those of x in fprop; else the results are scattered.
-        results: how many results the product writes as entries of arrays, in place; 0: it returns those of the piece.
-        late: nothing else runs in front of the first product, so that its piece and the next are due at the same time.
+        results: how many results product((rows, added), turn) writes as entries of arrays, in place; 0: it returns
+        those of the piece.
         """
         before = [max(scale_inv.ndim - lead, 0) for _, scale_inv in rows]  # axes of blocks
         cut = [list(zip(self.cut(data), self.cut(inverse, at))) for (data, inverse), at in zip(rows, before)]
@@ -172,11 +169,10 @@ class TokenPieces(NamedTuple):
             return whole, piece[1]
 
         if gathers:
-            joined, each = _in_turn(product, each, gather, others, results, late)
+            joined, each = _in_turn(product, each, gather, others, results)
             joined = tuple(map(self.whole if results else self.join, joined))
         else:
-            turns = [Turn(i, len(each), None, _PAUSE if i else 0) for i in range(len(each))]  # all but one sum travel
-            sums = [tuple(map(self.scatter, product(*of_piece))) for of_piece in zip(each, turns)]
+            sums = [tuple(map(self.scatter, product(piece))) for piece in each]
             joined = tuple(map(self.join, zip(*sums)))
         return joined, [list(of_one) for of_one in zip(*(piece[0] for piece in each))]
 
@@ -201,7 +197,7 @@ class TokenPieces(NamedTuple):
         return jax.lax.with_sharding_constraint(a, PartitionSpec(*lead, *free[len(lead) :]))
 
 
-def _in_turn(product, pieces: list[Piece], gather, others, results: int, late: bool):
+def _in_turn(product, pieces: list[Piece], gather, others, results: int):
     """The results of the products, each a list of its pieces or an array of them, and the gathered pieces. A piece is
     gathered only when the product of the last but one is there, the second one when `others` are, which products read
     too: XLA starts collectives as soon as it can, and runs one at a time, so that the first product would wait for all
@@ -210,9 +206,8 @@ def _in_turn(product, pieces: list[Piece], gather, others, results: int, late: b
     second, _ = jax.lax.optimization_barrier((second, others))
     whole, of_pieces, into = [gather(first), gather(second)], [], (None,) * results or None
     for i in range(len(pieces)):
-        is_last = i + 1 == len(pieces)
-        y = product(whole[i], Turn(i, len(pieces), into, 0 if is_last or (i == 0 and not late) else _PAUSE))
-        if not is_last:
+        y = product(whole[i], Turn(i, len(pieces), into) if into else None)
+        if i + 1 < len(pieces):
             y, whole[i + 1], later = jax.lax.optimization_barrier((y, whole[i + 1], pieces[i + 2 : i + 3]))
             whole += map(gather, later)
         of_pieces.append(y)

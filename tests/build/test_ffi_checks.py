@@ -170,7 +170,7 @@ def check_no_products(prefix, target, dtype, bias_dtype, in_place, rng):
     aliases = {len(operands) + 1: 0} if in_place else {}
     call = jax.ffi.ffi_call(f"{prefix}{target}", results, input_output_aliases=aliases)
     attrs = dict(outer=0) if is_block else dict(contract=1, fast_accum=False, entry=-1)
-    run = jax.jit(lambda bias, c: call(*operands, bias, c, tune=False, pause=0, **attrs)[0])
+    run = jax.jit(lambda bias, c: call(*operands, bias, c, tune=False, **attrs)[0])
     exact = np.asarray(bias, np.float32) + np.asarray(c, np.float32)
     np.testing.assert_array_equal(run(bias, c), jnp.asarray(exact).astype(dtype))
     if not in_place:
@@ -198,7 +198,7 @@ def entry_call(shape, entry, in_place):
     call = jax.ffi.ffi_call("host_te_gemm", results, input_output_aliases={5: 0} if in_place else {})
     (m, n), absent = shape[1:], jnp.zeros((0,), jnp.float32)
     operands = jnp.zeros((m, 0)), jnp.zeros((n, 0)), absent, absent
-    attrs = dict(contract=1, fast_accum=False, tune=False, entry=entry, pause=0)
+    attrs = dict(contract=1, fast_accum=False, tune=False, entry=entry)
     return jax.jit(lambda bias, whole: call(*operands, bias, whole, **attrs)[0])
 
 

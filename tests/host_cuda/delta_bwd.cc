@@ -37,6 +37,16 @@ HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
           keys(a.dk, kBand)};
 }
 
+// The slab's chunks out of those of all rows.
+Chunk* OfSlab(const Chunk* all, const ChunkPart& part, const Sizes& n) {
+  Chunk* const slab = cluster::Fresh<Chunk>(size_t(part.rows) * part.chunks * n.h);
+  const ChunkPart whole{0, n.rows, 0, (n.s + kChunk - 1) / kChunk};
+  for (int row = part.first_row; row < part.first_row + part.rows; ++row)
+    for (int chunk = part.first_chunk; chunk < part.first_chunk + part.There(n.s); ++chunk)
+      std::copy_n(all + whole.At(row, chunk, 0, n.h), n.h, slab + part.At(row, chunk, 0, n.h));
+  return slab;
+}
+
 template <int kD, bool kRuns>
 void Run(const GradArgs& a, const Sizes& n) {
   cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD>),
@@ -57,9 +67,8 @@ int main() {
   using cluster::ReadArray, cluster::Fresh;
   again.s = a.of.s = n.s, again.h = a.of.h = n.h, again.g = a.of.g = n.g, again.d = a.of.d = n.d,
   again.e = n.e;
-  again.part = {0, n.rows, 0, (n.s + kChunk - 1) / kChunk};  // of the chunks, which are those of all slabs
   again.q = ReadArray<Bf16>(), again.k = ReadArray<Bf16>(), again.v = ReadArray<Bf16>();
-  again.chunks = ReadArray<Chunk>();
+  const Chunk* all = ReadArray<Chunk>();
   a.back = again, a.back.v = ReadArray<Bf16>();
   a.kept = ReadArray<float>();
   const float* after = ReadArray<float>();
@@ -79,6 +88,8 @@ int main() {
     for (int i = (n.s + n.slab_tokens - 1) / n.slab_tokens; i-- > 0; a.after = a.before) {
       const int chunks = n.slab_tokens / kChunk;
       a.part = {row, std::min(n.slab_rows, n.rows - row), i * chunks, chunks};
+      again.part = a.back.part = a.part;
+      again.chunks = a.back.chunks = OfSlab(all, a.part, n);
       run(a, n);
     }
   }

@@ -95,7 +95,7 @@ extern "C" cudaError_t cudaFuncSetAttribute(const void*, cudaFuncAttribute, int)
 LAUNCHED = ("gemm_empty.cu",)
 HANDLERS = (
     *(f"{name}.cu" for name in SOURCES),
-    *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm_pause.cu", "gemm.cc"),
+    *("norm_fwd.cu", "norm_fwd_t.cu", "norm_bwd.cu", "norm_block.cu", "gemm_empty.cu", "gemm.cc"),
     *("gemm_grouped.cc", "gemm_grouped_run.cc", "tensor_map.cc", "attention.cc", "attention_fp8.cc"),
 )
 # The C interface, with the launchers of the other sources.

@@ -67,13 +67,17 @@ def test_the_lowering_is_the_reference(case, number):
         assert np.any(np.isnan(got[1]) if np.isnan(number) else np.isposinf(got[1]))
 
 
+@pytest.mark.parametrize("batch", [(2,), (2, 1), ()], ids=str)
 @pytest.mark.parametrize("case", ["decodes", "segments", "bias", "bias and segments"])
-def test_one_query(case):
+def test_one_query(case, batch):
     """A step of decoding, in pieces; and calls of which cuDNN gets one query, and is not asked for its maximum."""
-    q, k, v, _ = operands((2, 1, 2048, 4, 2, 16, 8), jnp.bfloat16)
+    of_batch = lambda x: (x if batch else x[:1]).reshape(*batch, *x.shape[1:])
+    q, k, v = map(of_batch, operands((2, 1, 2048, 4, 2, 16, 8), jnp.bfloat16)[:3])
     assert pieces_of_row(4, 2048) == 4
-    bias = jnp.full((1, 1, 1, 2048), 0.5).at[..., 100:].set(reference.HIDDEN) if "bias" in case else None
-    segments = jnp.array([[[0, 1, 0, 700]], [[0, 0, 0, 0]]], jnp.int32) if "segments" in case else None
+    bias, segments = jnp.full((1,) * len(batch) + (1, 1, 2048), 0.5).at[..., 100:].set(reference.HIDDEN), None
+    if "segments" in case:
+        segments = of_batch(jnp.array([[[0, 1, 0, 700]], [[0, 0, 0, 0]]], jnp.int32))
+    bias = bias if "bias" in case else None
     assert_same(*lowered(q, k, v, None, None, bias, segments, None, **OPEN, scale=0.25))
 
 

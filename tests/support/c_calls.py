@@ -19,8 +19,8 @@ ALIGNED = 256  # bytes, of a workspace
 _ANY = 1 << 62
 INCLUDE = Path(__file__).resolve().parents[2] / "csrc/include"
 OPS = tuple(re.findall(r"^TE_JAX_OP\((\w+)\);", (INCLUDE / "te_jax.h").read_text(), re.MULTILINE))
-# Attributes of products that have one value in C: neither buffers side by side nor entries of one, and no pause.
-ONE_VALUE = {"outer", "slots", "slot", "entry", "pause"}
+# Attributes of products that have one value in C: neither buffers side by side nor entries of one.
+ONE_VALUE = {"outer", "slots", "slot", "entry"}
 CASES = [case for case in CALLS if case.op.removeprefix("te_") in OPS and not case.attrs.get("slots")]
 
 

@@ -178,8 +178,8 @@ def _call_forward(call, *operands, **attrs):
         # For single queries of given lengths cuDNN 9.19 gives a wrong lse. Where nobody reads it XLA drops all of this.
         _, plain, _, top = reference.forward(*operands, **attrs)
         lse = lse if segments is None else plain
-    out, lse, top = (None if x is None else x.reshape(*batch, *x.shape[1:]) for x in (out, lse, top))
-    return out, lse, drawn, top
+    lse, top = (None if x is None else x.reshape(*batch, *x.shape[-2:]) for x in (lse, top))
+    return out.reshape(*batch, *out.shape[1:]), lse, drawn, top
 
 
 def _decodes(q, bias, segments, rng, *, left, right, seq_major, **attrs) -> bool:

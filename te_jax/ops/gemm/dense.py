@@ -91,9 +91,7 @@ def add_epilogue(out: jax.Array, bias: jax.Array | None, c: jax.Array | None, ou
     return out.astype(out_dtype)
 
 
-def _cuda(
-    call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, in_place=False, pause=0, **attrs
-):
+def _cuda(call, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, *, contract, out_dtype, in_place=False, **attrs):
     """Flattens to two axes; FP8 sizes that cuBLASLt does not take are padded with zeros and sliced off again. What its
     epilogue does not add in f32 is added here: the product then comes in f32, so that there is one rounding still."""
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
@@ -114,7 +112,7 @@ def _cuda(
         bias, c = (x if x is None else fill(x, x.ndim - 1, FP8_ALIGNED) for x in (bias, c))
     call_dtype = jnp.dtype(jnp.float32) if after or not taken else out_dtype
     in_place = {"c": "out"} if in_place and c is not None else None
-    options = dict(contract=1, out_dtype=call_dtype, in_place=in_place, entry=-1, pause=pause, **attrs)
+    options = dict(contract=1, out_dtype=call_dtype, in_place=in_place, entry=-1, **attrs)
     (out,) = call(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, **options)
     out = sum((as_rank(x.astype(jnp.float32), 2) for x in after), out[:, :n])
     return (out.astype(out_dtype).reshape(*m_axes, *n_axes),)
@@ -153,7 +151,7 @@ def _outer_axes(op: str, contract: int) -> int:
     return contract - 1
 
 
-def _block_cuda(call, lhs, rhs, *others, outer, out_dtype, in_place=False, pause=0, **attrs):
+def _block_cuda(call, lhs, rhs, *others, outer, out_dtype, in_place=False, **attrs):
     """A product of matrices for cuBLASLt, or of axes as they are for the kernel of grouped products, to which blocks of
     128 x 128 go that are cut. An f32 result's bias is added here, for an f32 epilogue would round it to bf16."""
     ROWS_128.check_gpu("te_gemm_block")
@@ -167,7 +165,7 @@ def _block_cuda(call, lhs, rhs, *others, outer, out_dtype, in_place=False, pause
     as_it_is = square and (lhs.shape[-1] % block or n_axes[-1] % block) and extension.is_built_for("90a")
     run = _cut_blocks_cuda if as_it_is else _whole_blocks_cuda
     in_place = {"c": "out"} if in_place and c is not None else None
-    options = dict(out_dtype=out_dtype, in_place=in_place, pause=pause, **attrs)
+    options = dict(out_dtype=out_dtype, in_place=in_place, **attrs)
     out = run(partial(call, **options), lhs, rhs, scales, inside, c, m_axes, n_axes)
     return (out if after is None else out + as_rank(after, out.ndim),)
 
@@ -282,13 +280,12 @@ def _sum_dtypes(*operands, out_dtype, **_):
     return [_dtypes(*term, None, c, contract=None, out_dtype=out_dtype) for term in _in_fours(operands)][0]
 
 
-def _sum_on_shard(*operands, lead, out_dtype, fast_accum, tune, precision, pause=0):
+def _sum_on_shard(*operands, lead, out_dtype, fast_accum, tune, precision):
     *operands, out = operands
-    for at, (lhs, rhs, *scales) in enumerate(_in_fours(operands)):
+    for lhs, rhs, *scales in _in_fours(operands):
         contract = lhs.ndim - lead
         if lhs.dtype in FP8:
             attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=fast_accum, tune=tune)
-            attrs |= dict(pause=pause) if pause and at == 0 else {}
             (out,) = gemm_op.on_shard(lhs, rhs, *scales, None, out, **attrs)
         else:
             axes = range(lead, lhs.ndim), range(rhs.ndim - contract, rhs.ndim)
@@ -323,7 +320,6 @@ def gemm_sum(
     formats: Formats = ONE_SCALE,
     fast_accum: bool = False,
     tune: bool = False,
-    pause: int = 0,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """The sum of lhs @ rhs^T over terms (lhs [*m, *k], rhs [*n, *k], lhs_scale_inv, rhs_scale_inv), plus c [*m, *n].
@@ -332,27 +328,24 @@ def gemm_sum(
     product crosses. k may differ from term to term. FP8 terms (with scales as in `gemm`) are chained through `c` of
     `gemm`; others (scales None) are XLA's products of lhs's type, added in out_dtype.
 
-    lead: how many axes m has. c: of out_dtype. pause: before the first product. The other arguments are those of
-    `gemm`. More than three terms take another sum. Not differentiable. Raises ValueError for sizes, TypeError for types
-    that do not match.
+    lead: how many axes m has. c: of out_dtype. The other arguments are those of `gemm`. More than three terms take
+    another sum. Not differentiable. Raises ValueError for sizes, TypeError for types that do not match.
     """
     if not terms:
         raise ValueError("gemm_sum: terms is empty; pass at least one (lhs, rhs, lhs_scale_inv, rhs_scale_inv).")
     terms = [(lhs, rhs if lhs.dtype in FP8 else rhs.astype(lhs.dtype), *scales) for lhs, rhs, *scales in terms]
     if formats != ONE_SCALE:
         options = dict(out_dtype=out_dtype, formats=formats, tune=tune, out_spec=out_spec)
-        for at, (lhs, rhs, *scales) in enumerate(terms):
-            c = gemm(lhs, rhs, *scales, c=c, contract=lhs.ndim - lead, pause=0 if at else pause, **options)
+        for lhs, rhs, *scales in terms:
+            c = gemm(lhs, rhs, *scales, c=c, contract=lhs.ndim - lead, **options)
         return c
     attrs = dict(lead=lead, out_dtype=jnp.dtype(out_dtype), fast_accum=bool(fast_accum), tune=bool(tune))
-    attrs |= dict(pause=pause) if pause else {}
     precision = jax.config.jax_default_matmul_precision  # read here: shards are traced when XLA compiles
     specs = None if out_spec is None else (out_spec,)
     for at in range(0, len(terms), _TERMS):
         some = [a for term in terms[at : at + _TERMS] for a in term]
         absent = [None] * (4 * _TERMS - len(some))
         (c,) = gemm_sum_op(*some, *absent, c, out_specs=specs, precision=precision, **attrs)
-        attrs.pop("pause", None)
     return c
 
 
@@ -373,7 +366,6 @@ def gemm(
     fast_accum: bool = False,
     tune: bool = False,
     in_place: bool = False,
-    pause: int = 0,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """lhs @ rhs^T, both K-major, accumulated in f32: out[*m, *n] = sum_k lhs[*m, *k] rhs[*n, *k].
@@ -394,8 +386,6 @@ def gemm(
                  candidates are timed once per shape at first use, so that another process may choose another and give
                  other bits; see `tune_all`.
     in_place:    the FP8 product takes the place of c, which nothing reads later (XLA would copy it): of sums.
-    pause:       microseconds that the FP8 product waits for on the GPU, so that a collective that is due, too, starts
-                 first: a product takes all multiprocessors, and would keep it waiting.
     out_spec:    on an Explicit mesh, the sharding wanted of the result; None: the operands', the left one's first.
 
     Differentiable unless the operands are FP8. Raises ValueError for sizes, TypeError for types that do not match, and
@@ -408,19 +398,18 @@ def gemm(
     for name, flag in (("fast_accum", fast_accum), ("tune", tune), ("in_place", in_place)):
         check("te_gemm", name, flag, BOOL)
     check("te_gemm", "out_dtype", out_dtype, OUT_DTYPE)
-    check("te_gemm", "pause", pause, integer(0))
     in_blocks, is_fp8 = formats != ONE_SCALE, lhs.dtype in FP8
     out_dtype = jnp.dtype(out_dtype or (jnp.bfloat16 if is_fp8 or in_blocks else lhs.dtype))
     specs = None if out_spec is None else (out_spec,)
-    of_fp8 = (dict(in_place=True) if in_place else {}) | (dict(pause=pause) if pause else {})
+    of_c = dict(in_place=True) if in_place else {}
     if in_blocks:
         operands = lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c
-        attrs = dict(out_dtype=out_dtype, tune=bool(tune), **of_fp8)
+        attrs = dict(out_dtype=out_dtype, tune=bool(tune), **of_c)
         return with_names(_gemm_of_blocks(operands, contract, formats, specs, attrs), GEMM)
     check("te_gemm", "contract", contract, integer(1))
     attrs = dict(contract=contract, out_dtype=out_dtype, fast_accum=bool(fast_accum), tune=bool(tune))
     if is_fp8:
-        attrs |= of_fp8
+        attrs |= of_c
         return with_names(gemm_op(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, c, out_specs=specs, **attrs)[0], GEMM)
     if lhs_scale_inv is not None or rhs_scale_inv is not None:
         raise TypeError(f"te_gemm: scales are given, but lhs is {lhs.dtype}; they go only with FP8 operands.")

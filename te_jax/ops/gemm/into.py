@@ -9,6 +9,7 @@ from jax import lax
 from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
+from te_jax.core.check import check, integer
 from te_jax.core.op import Op
 from te_jax.ops.gemm.dense import FP8_ALIGNED, WORKSPACE, check_factors, gemm_op
 
@@ -45,7 +46,7 @@ def _into_cuda(_, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, **attrs):
     whole = absent if into is None else into.reshape(shape)
     results = jax.ShapeDtypeStruct(shape, out_dtype), jax.ShapeDtypeStruct((WORKSPACE,), jnp.uint8)
     call = jax.ffi.ffi_call(gemm_op.name, results, input_output_aliases={} if into is None else {5: 0})
-    of_call = dict(contract=1, fast_accum=attrs["fast_accum"], tune=False, entry=attrs["entry"], pause=attrs["pause"])
+    of_call = dict(contract=1, fast_accum=attrs["fast_accum"], tune=False, entry=attrs["entry"])
     out, _ = call(lhs.reshape(m, k), rhs.reshape(n, k), lhs_scale_inv, rhs_scale_inv, bias, whole, **of_call)
     # XLA may let a kernel write into a slice of a larger array, such as a scan's: then `into` would be copied there.
     return (lax.optimization_barrier(out.reshape(attrs["entries"], *m_axes, *n_axes)),)
@@ -78,19 +79,21 @@ def gemm_into(
     contract: int,
     out_dtype: DTypeLike,
     fast_accum: bool = False,
-    pause: int = 0,
     out_spec: PartitionSpec | None = None,
 ) -> jax.Array:
     """`gemm` of FP8 operands with one scale each, as one entry of out[entries, *m, *n].
 
     into:     what out takes the place of, of its shape and type; nothing else may read it later (XLA would copy it).
-              None: the other entries have any values.
+              None: the other entries have any values, NaN also: outside of `jax.jit` jax_debug_nans may name them.
+    entry:    0 <= entry < entries, which one the product is.
     out_spec: on an Explicit mesh, the sharding wanted of the entry.
 
-    The other arguments are those of `gemm`. Not differentiable, and k stays on one device. Raises ValueError for sizes,
-    TypeError for types that do not match.
+    The other arguments are those of `gemm`. Not differentiable, and k stays on one device. Raises ValueError for sizes
+    and numbers, TypeError for types that do not match.
     """
+    check("te_gemm_into", "entries", entries, integer(1))
+    check("te_gemm_into", "entry", entry, integer(0, entries - 1))
     specs: Any = None if out_spec is None else (PartitionSpec(None, *out_spec),)
-    attrs = dict(contract=contract, out_dtype=jnp.dtype(out_dtype), fast_accum=bool(fast_accum), pause=pause)
+    attrs = dict(contract=contract, out_dtype=jnp.dtype(out_dtype), fast_accum=bool(fast_accum))
     operands = lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into
     return gemm_into_op(*operands, out_specs=specs, entry=entry, entries=entries, **attrs)[0]

@@ -9,8 +9,6 @@ inline float Reciprocal(float x) { return 1.f / x; }
 inline float MaxNan(float a, float b) { return a != a || b != b ? NAN : a > b ? a : b; }
 inline float MinNan(float a, float b) { return a != a || b != b ? NAN : a < b ? a : b; }
 
-uint64_t GlobalTimer();
-
 inline void LetNextStart() {}
 inline void AwaitPrevious() {}
 
