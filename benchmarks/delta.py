@@ -77,8 +77,9 @@ class Rule:
         return q, k, v, jax.nn.sigmoid(beta), -jax.nn.softplus(gate - 3)
 
     def segments(self) -> jax.Array | None:
-        ids = jnp.arange(self.seq, dtype=jnp.int32) // (self.run or self.seq)
-        return jnp.broadcast_to(ids, (self.batch, self.seq)) if self.run else None
+        if not self.run:
+            return None
+        return jnp.broadcast_to(jnp.arange(self.seq, dtype=jnp.int32) // self.run, (self.batch, self.seq))
 
     def build(self, backward: bool) -> Call:
         if not backward:

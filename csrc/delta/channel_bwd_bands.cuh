@@ -46,7 +46,7 @@ struct ChannelGradShared {
   // The gradients to how much queries and keys see of keys, 0 unless these are of earlier tokens.
   Tokens<kChunk> of_queries, of_keys;
   ChannelSums<kPart> sums;
-  // Of each 16 channels, whether products are split in the chunk's middle. Sums from there up to where a band
+  // Whether products of each 16 channels are split in the chunk's middle. Sums from there up to where a band
   // begins, before it more than 0, with which `sums` begin there; else 0. What is left in the middle of what
   // is there before the chunk, and at the chunk's end of what is there in the middle.
   alignas(16) float middle[kBands][kPart];
@@ -127,7 +127,7 @@ struct ChannelBands {
     s.totals[band][channel] = of(band);
     if (band < 2) s.halves[band][channel] = Exp2(band == 0 ? before : behind);
   }
-  // Of a band; of it and those behind.
+  // The sum over a band's tokens; and over these and all tokens behind them.
   __device__ __forceinline__ float2 Total(int band, int channel) const {
     return LoadTwo(&s.totals[band][channel]);
   }
@@ -297,7 +297,8 @@ struct ChannelBands {
       leave = stays ? until * leave : 0.f;
     }
   }
-  // The same with one factor of a token and channel for all.
+  // As SeeInBands, where products are split in the chunk's middle: one factor of a token and channel weighs
+  // them all.
   __device__ __forceinline__ void SeeInMiddle(int column, float scale, const Blocks& of) {
     EachTwo(column, [&](int token, int channel, int j, int n) {
       Weigh(of, token, j, n, scale, LoadTwo(&s.halves[0][channel]), LoadTwo(&s.halves[1][channel]));

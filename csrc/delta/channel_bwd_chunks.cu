@@ -230,7 +230,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
     }
     PutProducts(products);
   }
-  // Of 8 channels; a warp has 4 values of each 32.
+  // A thread has 8 channels; a warp has 4 values of each 32.
   __device__ __forceinline__ void AddProducts(float (&products)[8]) {
     const int column = threadIdx.x % 8 * 8;
 #pragma unroll
@@ -278,7 +278,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
             make_float2(reads[i][j][n], reads[i][j][n + 1]);
       });
   }
-  // Of 16 channels, with what Blocks became.
+  // The gradients of 16 channels, with what Blocks became.
   __device__ __forceinline__ void Finish(int i, const typename Base::Blocks& of, float (&says_of)[2],
                                          Along& along) {
     __syncwarp();  // none reads the warp's sums of these channels any more

@@ -116,7 +116,7 @@ struct OfChannels {
       }
     }
   }
-  // Of 16 channels, of tokens as WriteInMiddle has them.
+  // The products of 16 channels, with tokens as WriteInMiddle has them.
   __device__ __forceinline__ void MultiplyInMiddle(Scores& keys, Scores& queries, int d) {
     const int band = Band();
     uint32_t of_key[4], of_query[4];

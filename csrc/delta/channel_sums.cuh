@@ -35,7 +35,7 @@ struct ChannelSums {
   __device__ __forceinline__ float2 Two(int token, int channel) const {
     return *reinterpret_cast<const float2*>(At(token, channel));
   }
-  // Of a band.
+  // The sum over a band's tokens.
   __device__ __forceinline__ float2 Band(int band, int channel) const {
     return Two(band * kBand + kBand - 1, channel);
   }

@@ -5,7 +5,7 @@
 
 namespace te::delta {
 
-// Of a slab of rows and chunks, in its arrays those of the slab.
+// A slab of rows and chunks; its arrays have no others.
 struct GradArgs {
   // Of the walk that makes states again, and of the one back, whose values are dy.
   WalkArgs again, back;

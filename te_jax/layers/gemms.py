@@ -112,7 +112,7 @@ def dgrad_and_read(
     """`dgrad`, and each dy as wgrad reads it: what `quantize_grad` left where it lay is gathered here, in pieces."""
     config = terms[0][2]
     high = config.recipe.override_linear_precision[_DGRAD]
-    options = dict(lead=config.lead, out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
+    lead, options = config.lead, dict(out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
     options |= {} if high else _options(_DGRAD, config)
     tensors = [dy for dy, *_ in terms]
 
@@ -120,25 +120,25 @@ def dgrad_and_read(
         pairs = zip(piece[0], (w.rows for _, w, _ in terms))
         pairs = [(lhs, rhs, lhs_inv, rhs_inv) for (lhs, lhs_inv), (rhs, rhs_inv) in pairs]
         if turn:
-            lhs = pairs[0][0]
-            of_one = {name: a for name, a in options.items() if name != "lead"}
-            return (_into(turn, 0, *pairs[0], None, of_one | dict(contract=lhs.ndim - config.lead)),)
-        return (gemm_sum(pairs, piece[1], **options),)
+            contract = pairs[0][0].ndim - lead
+            return (_into(turn, 0, *pairs[0], None, options | dict(contract=contract)),)
+        return (gemm_sum(pairs, piece[1], lead=lead, **options),)
 
     with jax.default_matmul_precision(config.precision):
         if high:
-            return gemm_sum([(dy.wide, w.wide, None, None) for dy, w, _ in terms], onto, **options), tensors
+            wide = [(dy.wide, w.wide, None, None) for dy, w, _ in terms]
+            return gemm_sum(wide, onto, lead=lead, **options), tensors
         rows = [dy.rows for dy in tensors]
         if (pieces := config.pieces) is None:
             return multiply((rows, onto))[0], tensors
         kernels = [w.rows for _, w, _ in terms]
         in_place = len(terms) == 1 and onto is None and _writes_entries(_DGRAD, config)
         ways = dict(gathers=not pieces.gathers, results=int(in_place))
-        (dx,), read = pieces.multiply(multiply, rows, onto, kernels, config.lead, **ways)
+        (dx,), read = pieces.multiply(multiply, rows, onto, kernels, lead, **ways)
     if pieces.gathers or not format_of(config.recipe, "grad").shared:
         return dx, tensors
     whole = [pieces.join([data for data, _ in of_term]) for of_term in read]
-    return dx, [dy._replace(data=a, data_t=transpose(a, config.lead)) for dy, a in zip(tensors, whole)]
+    return dx, [dy._replace(data=a, data_t=transpose(a, lead)) for dy, a in zip(tensors, whole)]
 
 
 @product(WGRAD)

@@ -158,7 +158,7 @@ class TokenPieces(NamedTuple):
         rows: data [*B, ...] and scales, [..., *B] or one. added: [*B, ...] or None. others: arrays that all products
         read. lead: axes in B. gathers: the rows are gathered, as those of x in fprop; else the results are scattered.
         results: how many results product((rows, added), turn) writes as entries of arrays, in place; 0: it returns
-        those of the piece.
+        what the piece gives.
         """
         before = [max(scale_inv.ndim - lead, 0) for _, scale_inv in rows]  # axes of blocks
         cut = [list(zip(self.cut(data), self.cut(inverse, at))) for (data, inverse), at in zip(rows, before)]

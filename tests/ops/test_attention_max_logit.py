@@ -174,7 +174,7 @@ def check_on_gpu(arrays, dout, want, more=None, **kwargs):
     """The largest logits are `want`, and out and the gradients are those without them.
 
     f32 sums of up to 256 products: 1e-4, as of lse in test_attention_cudnn.py. With the maxima cuDNN may take another
-    engine, and lse is computed from its numbers: the bounds are those of results that are rounded anew.
+    engine, and lse is computed from its numbers: the bounds allow for results that are rounded anew.
     """
     more = more or {}
     out, top, grads = on_gpu(arrays, dout, more, tuple(kwargs.items()))

@@ -110,7 +110,7 @@ def test_nnx():
 
 
 def test_products_write_where_pieces_lie():
-    """Of gathered pieces; scattered sums are apart."""
+    """Products of gathered pieces do; each scattered sum has an array of its own."""
     x, wi, wo, gamma = (jnp.zeros(shape, jnp.bfloat16) for shape in ((4, 8, 32), (32, 1, 64), (64, 32), (32,)))
     specs = dict(tokens=P("dp", "tp"), grad_spec=P("dp", None, None), middle_spec=P("dp", None, "tp"))
     mlp = lambda wi, x: jnp.sum(layernorm_mlp(x, gamma, None, wi, wo, norm="rmsnorm", recipe=CURRENT, **specs))

@@ -62,12 +62,18 @@ def rule_bwd(
 def _slab_of_rule(rows, s, h, e, d, by_channel=False):
     """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
     block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
-    of_block = 2 * h * e * 2 * (block // CHUNK * d + block) + block // CHUNK * h * _chunk_bytes(d, by_channel)
-    blocks = max(1, _RULE_SLAB_BYTES // of_block)
+    blocks = max(1, _RULE_SLAB_BYTES // sum(_slab_bytes(block, h, e, d, by_channel)))
     # A CTA walks over the tokens of a row and head: of long rows so many that each SM has one.
     slab_rows = min(rows, blocks, max(1, CTAS // h) if s > KEPT else 256)
     tokens = block * min(blocks // slab_rows, ceil_div(s, block), 64)
     return dict(slab_rows=slab_rows, slab_tokens=min(tokens, max(1, ceil_div(s, CHUNK)) * CHUNK))
+
+
+def _slab_bytes(tokens, h, e, d, by_channel):
+    """What kernels need for so many tokens, of all rows of a slab: chunks; states, and what tokens write, each with its
+    gradient."""
+    chunks = tokens // CHUNK
+    return chunks * h * _chunk_bytes(d, by_channel), 2 * chunks * h * e * d * 2, 2 * tokens * h * e * 2
 
 
 def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attrs: Any) -> int:
@@ -77,7 +83,7 @@ def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attr
 
 
 def _chunk_bytes(d, by_channel):
-    """Of a chunk and a head, as csrc/delta/delta.cuh and channel.cuh have them."""
+    """A chunk of a head, as csrc/delta/delta.cuh and channel.cuh have them."""
     if not by_channel:
         return 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16
     wide = 64 if d <= 64 else 128
@@ -89,8 +95,7 @@ def rule_bwd_workspace(
     slab_rows: int, slab_tokens: int, **attrs: Any,
 ) -> int:  # fmt: skip
     """Bytes, as csrc/base/ops.h has them."""
-    (rows, _, h, e), d, tokens = v.shape, k.shape[-1], slab_rows * slab_tokens
-    of_chunks = tokens // CHUNK * h * _chunk_bytes(d, gate.shape[-1] > 1)
+    (rows, _, h, e), d = v.shape, k.shape[-1]
     carried = 0 if "dinitial" in outputs else rows * h * d * e * 4
-    sizes = of_chunks, carried, 2 * tokens // CHUNK * h * e * d * 2, 2 * tokens * h * e * 2
+    sizes = carried, *_slab_bytes(slab_rows * slab_tokens, h, e, d, gate.shape[-1] > 1)
     return sum(ceil_div(size, 256) * 256 for size in sizes)

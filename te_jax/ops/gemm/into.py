@@ -36,10 +36,9 @@ def _into_cuda(_, lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, **attrs):
     contract, out_dtype = attrs["contract"], attrs["out_dtype"]
     m_axes, n_axes = lhs.shape[: lhs.ndim - contract], rhs.shape[: rhs.ndim - contract]
     m, n, k = prod(m_axes), prod(n_axes), prod(lhs.shape[lhs.ndim - contract :])
-    bytes_of_entry = m * n * out_dtype.itemsize
-    if 0 in (m, n, k) or n % FP8_ALIGNED or k % FP8_ALIGNED or bytes_of_entry % _ENTRY_ALIGNED:
-        return _into_on_shard(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, **attrs)
-    if bias is not None and out_dtype == jnp.float32:  # an f32 epilogue would round it to bf16
+    is_aligned = n % FP8_ALIGNED == k % FP8_ALIGNED == m * n * out_dtype.itemsize % _ENTRY_ALIGNED == 0
+    rounds_bias = bias is not None and out_dtype == jnp.float32  # an f32 epilogue would round it to bf16
+    if 0 in (m, n, k) or not is_aligned or rounds_bias:
         return _into_on_shard(lhs, rhs, lhs_scale_inv, rhs_scale_inv, bias, into, **attrs)
     shape, absent = (attrs["entries"], m, n), jnp.zeros((0,), jnp.float32)
     bias = absent if bias is None else bias.reshape(n).astype(out_dtype)
