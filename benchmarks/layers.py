@@ -14,6 +14,7 @@ from jax.extend.core import Literal
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe as te_recipe
+from te_jax.core.loops import without_fill
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.state.fp8 import FP8_COLLECTION
 
@@ -296,10 +297,15 @@ class Trainee:
         return y[0] if isinstance(y, tuple) else y
 
     def step(self, params, state, x, dy, key):
-        """y, dparams, the new FP8 state, dx. te_jax's state is received as `te_jax.value_and_grad` does it."""
+        """y, dparams, the new FP8 state, dx. te_jax's state is received, and layers are looped over, as
+        `te_jax.value_and_grad` does it."""
         receive = te.combine_by_max if self.is_te else lambda state: state
-        y, vjp = jax.vjp(lambda params, state, x: self.forward(params, receive(state), x, key), params, state, x)
-        return y, *vjp(dy)
+
+        def differentiate(params, state, x, dy):
+            y, vjp = jax.vjp(lambda params, state, x: self.forward(params, receive(state), x, key), params, state, x)
+            return y, *vjp(dy)
+
+        return (without_fill(differentiate) if self.is_te else differentiate)(params, state, x, dy)
 
     def train_inputs(self, state) -> tuple:
         return self.params, state, self.x, self.dy, self.key

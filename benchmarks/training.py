@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import optax
 from flax import linen as nn
 
+import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import sharding
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as placed
@@ -144,7 +145,8 @@ class Trainee(meshes.Trainee):
         def loss(params, fp8):
             return cross_entropy(self.forward(params, fp8, tokens, self.key), targets)
 
-        value, grads = jax.value_and_grad(loss, argnums=(0, 1))(state.params, state.fp8)
+        value_and_grad = te.value_and_grad if self.is_te else jax.value_and_grad
+        value, grads = value_and_grad(loss, argnums=(0, 1))(state.params, state.fp8)
         state = state.apply_gradients(grads=grads)
         return jax.lax.with_sharding_constraint((state, value), (self.state_shardings, self._on_mesh()))
 

@@ -19,6 +19,7 @@ from jax import lax
 from te_jax.core.amax import amax as amax_of
 from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of, warn
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.loops import without_fill
 from te_jax.layers.parameters import gradient_targets, has_kernels, with_targets
 from te_jax.ops.scale_update import next_states
 from te_jax.recipe.delayed import HISTORY
@@ -210,7 +211,7 @@ def value_and_grad(
 
         args = _with(args, {i: gradient_targets(params) for i, params in narrow.items()})
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
-            return jax.value_and_grad(of_targets, argnums, has_aux)(*args, **kwargs)
+            return without_fill(jax.value_and_grad(of_targets, argnums, has_aux))(*args, **kwargs)
 
     return wraps(fun)(_compile(run, differentiated, name))
 

@@ -36,6 +36,7 @@ ROLES = {  # of the one mesh axis of all GPUs -> the MeshResource, and where the
     "fsdp": (te.MeshResource(fsdp_resource="all"), P("all")),
     "tp": (te.MeshResource(tp_resource="all"), P()),
     "tp-sp": (te.MeshResource(tpsp_resource="all"), P(None, "all")),
+    "tp-sp in pieces": (te.MeshResource(tpsp_resource="all", tpsp_pieces=2), P(None, "all")),
     "cp": (te.MeshResource(cp_resource="all"), P(None, "all")),
 }
 
@@ -44,7 +45,7 @@ def layer(role, **fields):
     return te_flax.TransformerLayer(
         hidden_size=H, mlp_hidden_size=F, num_attention_heads=HEADS, num_gqa_groups=GROUPS, hidden_dropout=0.0,
         attention_dropout=0.0, enable_rotary_pos_emb=True, dtype=jnp.bfloat16,
-        enable_sequence_parallel=role == "tp-sp", context_parallel_causal_load_balanced=role == "cp", **fields,
+        enable_sequence_parallel=role in ("tp-sp", "tp-sp in pieces"), context_parallel_causal_load_balanced=role == "cp", **fields,
     )  # fmt: skip
 
 

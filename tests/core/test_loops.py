@@ -1,0 +1,186 @@
+"""`without_fill`: loops of a differentiated function whose results begin unfilled have the numbers of its scans."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from jax import lax
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+import te_jax as te
+import te_jax.flax as te_flax
+from te_jax.core import loops
+from te_jax.core.loops import without_fill
+
+STEPS, ROWS, WIDTH = 5, 16, 8
+
+
+@pytest.fixture(autouse=True)
+def small_results_are_large(monkeypatch):
+    monkeypatch.setattr(loops, "_LEAST", 16)
+
+
+def operands():
+    rng = np.random.default_rng()
+    w = rng.normal(size=(STEPS, WIDTH, WIDTH)) / WIDTH**0.5
+    return jnp.asarray(w, jnp.float32), jnp.asarray(rng.normal(size=(ROWS, WIDTH)), jnp.float32)
+
+
+def layers(w, x, **options):
+    """Scanned layers with a constant, a carry of two, and results of each kind."""
+
+    def layer(carry, w):
+        x, seen = carry
+        y = jnp.tanh(x @ w + x)
+        return (y, seen + 1), (y[:8], jnp.argmax(y, -1), y > 0, jnp.sum(y))
+
+    return lax.scan(layer, (x, jnp.int32(3)), w, **options)
+
+
+def of_each_result(w, x, **options):
+    (y, seen), (rows, places, signs, sums) = layers(w, x, **options)
+    return jnp.sum(y**2) + jnp.sum(rows**3) + jnp.sum(sums) + jnp.sum(jnp.where(signs, 1.0, 2.0)), (seen, places)
+
+
+def in_microbatches(w, x):
+    step = lambda total, x: (total + of_each_result(w, x)[0], layers(w, x)[1][0])
+    total, rows = lax.scan(step, 0.0, jnp.stack([x, 2 * x]))
+    return total + jnp.sum(rows), jnp.zeros(())
+
+
+def in_a_branch(w, x):
+    run = jax.jit(lambda x: of_each_result(w, x)[0])
+    return lax.cond(jnp.sum(x) > 0, run, lambda x: jnp.sum(x) * of_each_result(w, x)[0], x), jnp.zeros(())
+
+
+def recomputed(w, x):
+    layer = jax.checkpoint(lambda x, w: (jnp.sin(x @ w), x[:8]))
+    x, rows = jax.checkpoint(lambda w, x: lax.scan(layer, x, w))(w, x)
+    return jnp.sum(x) + jnp.sum(rows**2), jnp.zeros(())
+
+
+LOSSES = {
+    "forwards": of_each_result,
+    "backwards": lambda w, x: of_each_result(w, x, reverse=True),
+    "scan in a scan": in_microbatches,
+    "in a branch": in_a_branch,
+    "recomputed": recomputed,
+    "unrolled by 2": lambda w, x: of_each_result(w, x, unroll=2),
+}
+
+
+def check_close(got, want):
+    """Sums of f32 numbers near 1 may be added up in another order: 2**-18 of them, and as much of 1."""
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2**-18, atol=2**-18), got, want)
+
+
+@pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
+def test_numbers_are_those_of_the_scan(loss):
+    step, args = jax.value_and_grad(loss, (0, 1), has_aux=True), operands()
+    check_close(jax.jit(without_fill(step))(*args), jax.jit(step)(*args))
+
+
+def scans(fun, *args):
+    """How many scans are left in `fun`, and how many loops without a known number of steps it has."""
+    text = str(jax.make_jaxpr(fun)(*args))
+    return len(re.findall(r"\bscan\[", text)), len(re.findall(r"\bwhile\[", text))
+
+
+def test_scans_become_loops_where_a_result_is_large(monkeypatch):
+    step = jax.grad(lambda w, x: of_each_result(w, x)[0])
+    args = operands()
+    assert scans(step, *args) == (2, 0)
+    assert scans(without_fill(step), *args) == (0, 2)
+    monkeypatch.setattr(loops, "_LEAST", 2**20)
+    assert scans(without_fill(step), *args) == (2, 0)
+    monkeypatch.setattr(loops, "_LEAST", 16)
+    with jax.debug_nans(True):
+        assert scans(without_fill(step), *args) == (2, 0)
+
+
+def of_rows(w, x):
+    """Layers whose rows lie as those of x."""
+
+    def layer(x, w):
+        y = x @ w
+        on_explicit_mesh = AxisType.Explicit in jax.typeof(y).sharding.mesh.axis_types
+        return jnp.tanh(jax.sharding.reshard(y, P("rows")) if on_explicit_mesh else y), None
+
+    return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
+
+
+def test_no_zeros_are_written_on_a_gpu():
+    w, x = operands()
+    step = jax.grad(of_rows)
+    texts = [
+        jax.jit(f).trace(w, x).lower(lowering_platforms=("cuda",)).as_text() for f in (step, without_fill(step))
+    ]
+    filled = [len(re.findall(rf"broadcast_in_dim %cst\S*, .*-> tensor<{STEPS}x\d+x\d+xf32>", t)) for t in texts]
+    assert filled[0] > 0 == filled[1]
+    assert "AllocateBuffer" in texts[1] and "AllocateBuffer" not in texts[0]
+
+
+def gradient(w, x):
+    return jax.grad(lambda w: of_each_result(w, x)[0])(w)
+
+
+TRANSFORMED = {
+    "second derivative": lambda f: jax.grad(lambda w, x: jnp.sum(f(w, x) ** 2), (0, 1)),
+    "tangent": lambda f: lambda w, x: jax.jvp(f, (w, x), (0.5 * w, x)),
+    "mapped carry": lambda f: lambda w, x: jax.vmap(f, (None, 0))(w, jnp.stack([x, 2 * x])),
+    "mapped operands": lambda f: lambda w, x: jax.vmap(f, (0, None))(jnp.stack([w, 2 * w]), x),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
+def test_transformed(transform):
+    args = operands()
+    check_close(jax.jit(transform(without_fill(gradient)))(*args), jax.jit(transform(gradient))(*args))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
+def test_devices_make_their_part(kind):
+    """Rows of 4 devices, and columns of 2: what autodiff keeps of steps is split as they are."""
+    w, x = operands()
+    mesh = jax.make_mesh((4, 2), ("rows", "columns"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        w_on_mesh = jax.device_put(w, NamedSharding(mesh, P(None, None, "columns")))
+        x_on_mesh = jax.device_put(x, NamedSharding(mesh, P("rows")))
+        step = jax.jit(without_fill(jax.grad(of_rows)))
+        compiled = step.lower(w_on_mesh, x_on_mesh).compile()
+        got = compiled(w_on_mesh, x_on_mesh)
+    assert f"f32[{STEPS},{ROWS}" not in compiled.as_text(), "a device has all rows of what is kept"
+    check_close(np.asarray(got), jax.grad(of_rows)(w, x))
+
+
+def test_within_shard_map_scans_stay():
+    """There results vary over mesh axes, which `lax.empty` does not say."""
+    w, x = operands()
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(AxisType.Auto,))
+    total = lambda w, x: lax.psum(of_each_result(w, x)[0], "rows")
+    loss = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P())
+    x = jnp.concatenate([x] * 4)
+    check_close(jax.jit(without_fill(jax.grad(loss)))(w, x), jax.jit(jax.grad(loss))(w, x))
+
+
+@pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
+def test_a_scanned_model(in_fp8):
+    """`te_jax.value_and_grad` of scanned layers: values, gradients and FP8 state of the scan, to the bit."""
+    stack = nn.scan(
+        te_flax.LayerNormMLP, {"params": 0, te.FP8_COLLECTION: 0}, split_rngs={"params": True}, length=STEPS
+    )(intermediate_dim=64, dtype=jnp.bfloat16, return_layernorm_output=False)
+    x = jnp.asarray(np.random.default_rng().normal(size=(32, 32)), jnp.bfloat16)
+    found = []
+    with te.autocast(in_fp8, te.recipe.DelayedScaling()):
+        variables = stack.init(jax.random.key(0), x)
+        loss = lambda variables, x: jnp.sum(stack.apply(variables, x)[0].astype(jnp.float32) ** 2)
+        for least in (16, 2**62):
+            loops._LEAST = least  # the fixture puts it back
+            step = te.value_and_grad(loss)
+            assert ("while[" in str(jax.make_jaxpr(step)(variables, x))) == (least == 16)
+            found.append(step(variables, x))
+    jax.tree.map(np.testing.assert_array_equal, *found)
