@@ -14,7 +14,7 @@ from jax.extend.core import Literal
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax import recipe as te_recipe
-from te_jax.core.loops import without_fill
+from te_jax.core.loops import plain_loops
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.state.fp8 import FP8_COLLECTION
 
@@ -305,7 +305,7 @@ class Trainee:
             y, vjp = jax.vjp(lambda params, state, x: self.forward(params, receive(state), x, key), params, state, x)
             return y, *vjp(dy)
 
-        return (without_fill(differentiate) if self.is_te else differentiate)(params, state, x, dy)
+        return (plain_loops(differentiate) if self.is_te else differentiate)(params, state, x, dy)
 
     def train_inputs(self, state) -> tuple:
         return self.params, state, self.x, self.dy, self.key

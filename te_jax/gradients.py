@@ -19,7 +19,7 @@ from jax import lax
 from te_jax.core.amax import amax as amax_of
 from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of, warn
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.loops import without_fill
+from te_jax.core.loops import plain_loops
 from te_jax.layers.parameters import gradient_targets, has_kernels, with_targets
 from te_jax.ops.scale_update import next_states
 from te_jax.recipe.delayed import HISTORY
@@ -171,6 +171,9 @@ def value_and_grad(
     gradient of the dequantized values, from layers that multiply by it and from `dequantize`. What `fun` computes from
     its leaves in another way, such as a sum of squares of all parameters, has no gradient.
 
+    Loops over layers (`nn.scan`) write what the backward pass needs of them, and gradients, into memory that is not
+    filled with zeros first; plain `jax.value_and_grad` fills it.
+
     The function that it returns is compiled as by `jax.jit`: build it once, not in every step. Among the arguments that
     are not differentiated, arrays, floats and complex numbers are traced, so another value does not compile again. All
     others (bool, int, str, ...) are static and must be hashable: an int may be a size or a count of steps.
@@ -211,7 +214,7 @@ def value_and_grad(
 
         args = _with(args, {i: gradient_targets(params) for i, params in narrow.items()})
         with errors_of_amaxes("value_and_grad", "slice, index, stack, reshape or select it outside of jax.custom_vjp"):
-            return without_fill(jax.value_and_grad(of_targets, argnums, has_aux))(*args, **kwargs)
+            return plain_loops(jax.value_and_grad(of_targets, argnums, has_aux))(*args, **kwargs)
 
     return wraps(fun)(_compile(run, differentiated, name))
 

@@ -1,13 +1,18 @@
-"""Loops whose stacked results begin as memory that nothing filled.
+"""Loops over layers that copy nothing for its own sake.
 
 `lax.scan` makes the arrays of its stacked results of zeros, and its steps write over all of them. On a GPU the zeros
 are a pass over memory: for what autodiff keeps of layers, and for their gradients, 0.9 ms of 15 for each layer of Llama
-3 8B on an H200. Memory from `lax.empty` needs none, but it is autodiff that makes these loops. So `without_fill` goes
-over a function that is differentiated already, and puts a `lax.while_loop` in place of each scan.
+3 8B on an H200. Memory from `lax.empty` needs none. And each number that a step reads from a stack, or adds to one, is
+a kernel of 1 us: a scale, an amax, what the backward pass needs of them, 57 of the 112 kernels and copies of that
+layer. Here all numbers of a step cross in one array.
+
+It is autodiff that makes these loops. So `plain_loops` goes over a function that is differentiated already, and puts a
+`lax.while_loop` in place of each scan.
 """
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate
 from math import prod
 from typing import Any
 
@@ -23,13 +28,15 @@ from jax.sharding import NamedSharding, PartitionSpec
 from te_jax.core.placement import mesh_axes, spec_of_sharding
 from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
 
-_ARRAYS = jax.Array | np.ndarray | np.generic
-_LEAST = 2**20  # bytes of a result whose zeros take longer than a kernel's launch
+_ARRAY_LEAVES = jax.Array | np.ndarray | np.generic
+_FILL_BYTES = 2**20  # bytes of a result whose zeros take longer than a kernel's launch
+_ROW_NUMBERS = 4096  # numbers of FP8 state that cross a loop together with others
 _NESTED = {"jit", "pjit", "scan", "while", "cond", "checkpoint", "remat"}  # what may hold a scan
 
 
-def without_fill(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, whose scans do not fill their results with zeros first, where one of these has a MiB or more.
+def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
+    """`fun`, whose scans do not fill their results with zeros first, and read and write the numbers of a step together,
+    where one of their results has a MiB or more.
 
     fun: a function that returns arrays in trees. Of its arguments, arrays are traced, and other leaves are static.
 
@@ -42,7 +49,7 @@ def without_fill(fun: Callable[..., Any]) -> Callable[..., Any]:
         if jax.config.jax_debug_nans:
             return fun(*args, **kwargs)
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        traced = [isinstance(leaf, _ARRAYS) for leaf in leaves]
+        traced = [isinstance(leaf, _ARRAY_LEAVES) for leaf in leaves]
 
         def of_arrays(*arrays):
             given = iter(arrays)
@@ -60,7 +67,7 @@ def _rewritten(closed: Any, seen: dict[int, tuple]) -> Any:
     """`closed`, a jaxpr, with other loops; itself where it has none to change. seen: {id: (jaxpr, its result)}."""
     if id(closed) not in seen:
         inner = _without_constants(closed)
-        eqns = [_rewrite(eqn, seen) for eqn in inner.eqns]
+        eqns = [_other_loop(eqn, seen) for eqn in inner.eqns]
         new = closed
         if any(new is not old for new, old in zip(eqns, inner.eqns)):
             new = inner.replace(eqns=eqns)
@@ -73,17 +80,18 @@ def _without_constants(closed: Any) -> Jaxpr:
     return closed if isinstance(closed, Jaxpr) else closed.jaxpr
 
 
-def _rewrite(eqn: JaxprEqn, seen: dict[int, tuple]) -> JaxprEqn:
+def _other_loop(eqn: JaxprEqn, seen: dict[int, tuple]) -> JaxprEqn:
     if eqn.primitive.name not in _NESTED:
         return eqn
     found = {name: _in_parameter(value, seen) for name, value in eqn.params.items()}
     if any(new is not eqn.params[name] for name, new in found.items()):
         eqn = eqn.replace(params=found)
-    if eqn.primitive.name != "scan" or not _is_worth_a_loop(eqn):
+    if eqn.primitive.name != "scan" or not (step := _Step(eqn)).is_worth_a_loop:
         return eqn
+    scan = lambda *args: eqn.primitive.bind(*args, **eqn.params)
     sharding = lambda aval: aval.sharding if on_explicit_mesh(aval) else None
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(a)) for a in _types(eqn.invars)]
-    (loop,) = jax.make_jaxpr(_loop(eqn))(*types).jaxpr.eqns
+    types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(a)) for a in _avals(eqn.invars)]
+    (loop,) = jax.make_jaxpr(_loop(scan, step))(*types).jaxpr.eqns
     return loop.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
 
 
@@ -94,56 +102,113 @@ def _in_parameter(value: Any, seen: dict[int, tuple]) -> Any:
     return _rewritten(value, seen) if hasattr(value, "eqns") else value
 
 
-def _types(variables: Sequence[Any]) -> list[ShapedArray]:
+def _avals(variables: Sequence[Any]) -> list[ShapedArray]:
     return [variable.aval for variable in variables]
 
 
 def _stacked(of_loop: Sequence[Any], of_step: Sequence[Any]) -> int:
     """How many of a scan's variables, from the last on, have an axis of steps, which those of one step lack."""
-    ranks = [[len(a.shape) for a in _types(variables)] for variables in (of_loop, of_step)]
+    ranks = [[len(a.shape) for a in _avals(variables)] for variables in (of_loop, of_step)]
     same = [i for i, (loop, step) in enumerate(zip(*(reversed(each) for each in ranks))) if loop == step]
     return min(same, default=min(map(len, ranks)))
 
 
-def _is_worth_a_loop(eqn: JaxprEqn) -> bool:
-    results = _types(eqn.outvars)[len(eqn.outvars) - _stacked(eqn.outvars, _without_constants(eqn.params["jaxpr"]).outvars) :]
-    sizes = [n for a in _types([*eqn.invars, *eqn.outvars]) for n in a.shape]
-    is_plain = eqn.params["unroll"] == 1 and all(isinstance(n, int) for n in sizes)
-    return is_plain and not any(map(varying_axes, results)) and any(map(_is_large, results))
+class _Step:
+    """What the equation of a scan says of it.
+
+    shared, carried: how many operands all steps read, and how many one step hands to the next.
+    xs, ys: the types of what a step reads of stacks and writes to stacks. results: of the stacks it writes.
+    """
+
+    def __init__(self, eqn: JaxprEqn) -> None:
+        self.length, self.reverse, body = (eqn.params[name] for name in ("length", "reverse", "jaxpr"))
+        inner = _without_constants(body)
+        self.run = jaxpr_as_fun(body)
+        self.carried = len(eqn.outvars) - _stacked(eqn.outvars, inner.outvars)
+        self.shared = len(eqn.invars) - _stacked(eqn.invars, inner.invars) - self.carried
+        self.xs = _avals(inner.invars[self.shared + self.carried :])
+        self.ys, self.results = _avals(inner.outvars[self.carried :]), _avals(eqn.outvars[self.carried :])
+        types = _avals([*eqn.invars, *eqn.outvars])
+        self.on_explicit_mesh = any(map(on_explicit_mesh, types))
+        known = eqn.params["unroll"] == 1 and all(isinstance(n, int) for a in types for n in a.shape)
+        self.is_worth_a_loop = known and any(map(_is_large, self.results)) and not any(map(varying_axes, self.results))
 
 
 def _is_large(aval: ShapedArray) -> bool:
-    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and prod(aval.shape) * aval.dtype.itemsize >= _LEAST
+    return not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and prod(aval.shape) * aval.dtype.itemsize >= _FILL_BYTES
 
 
-def _loop(eqn: JaxprEqn) -> Callable[..., list[jax.Array]]:
-    """What the scan `eqn` computes of its operands."""
-    length, reverse, body = (eqn.params[name] for name in ("length", "reverse", "jaxpr"))
-    step_of, inner = jaxpr_as_fun(body), _without_constants(body)
-    carried = len(eqn.outvars) - _stacked(eqn.outvars, inner.outvars)
-    shared = len(eqn.invars) - _stacked(eqn.invars, inner.invars) - carried
+def _loop(scan: Callable[..., Any], step: _Step) -> Callable[..., list[jax.Array]]:
+    """What the function `scan` computes of its operands."""
+    together = not step.on_explicit_mesh  # there reshapes would have to say shardings
+    xs_rows, ys_rows = _Rows(step.xs if together else ()), _Rows(step.ys if together else ())
 
     @jax.custom_jvp
     def loop(*args):
-        consts, carry, xs = args[:shared], args[shared : shared + carried], args[shared + carried :]
+        consts, carry, xs = args[: step.shared], args[step.shared :][: step.carried], args[step.shared + step.carried :]
+        xs = xs_rows.pack(xs, 1)
 
-        def step(state):
+        def run(state):
             i, carry, ys = state
-            at = length - 1 - i if reverse else i
+            at = step.length - 1 - i if step.reverse else i
             given = [lax.dynamic_index_in_dim(x, at, keepdims=False, allow_negative_indices=False) for x in xs]
-            out = step_of(*consts, *carry, *given)
+            out = step.run(*consts, *carry, *xs_rows.unpack(given, 0))
             write = partial(lax.dynamic_update_index_in_dim, index=at, axis=0, allow_negative_indices=False)
-            return i + 1, out[:carried], [write(y, new) for y, new in zip(ys, out[carried:])]
+            new = ys_rows.pack(out[step.carried :], 0)
+            return i + 1, out[: step.carried], list(map(write, ys, new))
 
-        start = jnp.array(0), [*carry], list(map(_unfilled, _types(eqn.outvars[carried:])))
-        _, carry, ys = lax.while_loop(lambda state: state[0] < length, step, start)
-        return [*carry, *ys]
+        start = jnp.array(0), [*carry], list(map(_unfilled, ys_rows.pack_types(step.results, step.length)))
+        _, carry, ys = lax.while_loop(lambda state: state[0] < step.length, run, start)
+        return [*carry, *ys_rows.unpack(ys, 1)]
 
-    @loop.defjvp
-    def derivative(primals, tangents):
-        return jax.jvp(lambda *args: eqn.primitive.bind(*args, **eqn.params), primals, tangents)
-
+    loop.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))
     return loop
+
+
+class _Rows:
+    """How the numbers among what a step reads or writes cross a loop: those of a dtype, if it has several, in one row.
+
+    Of an extended dtype, such as that of amaxes, arrays count as numbers too: FP8 state is on every device.
+
+    types: of one step. `axes` of its functions: how many axes of steps are in front, 0 or 1.
+    """
+
+    def __init__(self, types: Sequence[ShapedArray]) -> None:
+        places = {}
+        for i, aval in enumerate(types):
+            most = _ROW_NUMBERS if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else 1
+            if 1 <= prod(aval.shape) <= most:
+                places.setdefault(aval.dtype, []).append(i)
+        self._types, self._rows = types, [each for each in places.values() if len(each) > 1]
+        self._others = [i for i in range(len(types)) if not any(i in row for row in self._rows)]
+
+    def pack(self, arrays: Sequence[jax.Array], axes: int) -> Sequence[jax.Array]:
+        """`arrays`, with the rows [..., n] behind those that are in none."""
+        if not self._rows:
+            return arrays
+        flat = lambda a: a.reshape(*a.shape[:axes], -1)
+        rows = [jnp.concatenate([flat(arrays[i]) for i in row], axes) for row in self._rows]
+        return [*(arrays[i] for i in self._others), *rows]
+
+    def pack_types(self, results: Sequence[ShapedArray], length: int) -> Sequence[ShapedArray]:
+        """The types of what `pack` returns for stacks of these types."""
+        if not self._rows:
+            return results
+        size = lambda row: sum(prod(self._types[i].shape) for i in row)
+        rows = [ShapedArray((length, size(row)), self._types[row[0]].dtype) for row in self._rows]
+        return [*(results[i] for i in self._others), *rows]
+
+    def unpack(self, packed: Sequence[jax.Array], axes: int) -> Sequence[jax.Array]:
+        """What `pack` was given."""
+        if not self._rows:
+            return packed
+        found = dict(zip(self._others, packed))
+        for array, row in zip(packed[len(self._others) :], self._rows):
+            sizes = [prod(self._types[i].shape) for i in row]
+            for i, size, end in zip(row, sizes, accumulate(sizes)):
+                part = lax.slice_in_dim(array, end - size, end, axis=axes)
+                found[i] = part.reshape(*array.shape[:axes], *self._types[i].shape)
+        return [found[i] for i in range(len(self._types))]
 
 
 def _unfilled(aval: ShapedArray) -> jax.Array:

@@ -1,4 +1,4 @@
-"""`without_fill`: loops of a differentiated function whose results begin unfilled have the numbers of its scans."""
+"""`plain_loops`: loops of a differentiated function have the numbers of its scans, and copy less."""
 
 import re
 
@@ -14,14 +14,14 @@ from jax.sharding import PartitionSpec as P
 import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.core import loops
-from te_jax.core.loops import without_fill
+from te_jax.core.loops import plain_loops
 
 STEPS, ROWS, WIDTH = 5, 16, 8
 
 
 @pytest.fixture(autouse=True)
 def small_results_are_large(monkeypatch):
-    monkeypatch.setattr(loops, "_LEAST", 16)
+    monkeypatch.setattr(loops, "_FILL_BYTES", 16)
 
 
 def operands():
@@ -81,7 +81,7 @@ def check_close(got, want):
 @pytest.mark.parametrize("loss", LOSSES.values(), ids=LOSSES)
 def test_numbers_are_those_of_the_scan(loss):
     step, args = jax.value_and_grad(loss, (0, 1), has_aux=True), operands()
-    check_close(jax.jit(without_fill(step))(*args), jax.jit(step)(*args))
+    check_close(jax.jit(plain_loops(step))(*args), jax.jit(step)(*args))
 
 
 def scans(fun, *args):
@@ -94,12 +94,12 @@ def test_scans_become_loops_where_a_result_is_large(monkeypatch):
     step = jax.grad(lambda w, x: of_each_result(w, x)[0])
     args = operands()
     assert scans(step, *args) == (2, 0)
-    assert scans(without_fill(step), *args) == (0, 2)
-    monkeypatch.setattr(loops, "_LEAST", 2**20)
-    assert scans(without_fill(step), *args) == (2, 0)
-    monkeypatch.setattr(loops, "_LEAST", 16)
+    assert scans(plain_loops(step), *args) == (0, 2)
+    monkeypatch.setattr(loops, "_FILL_BYTES", 2**20)
+    assert scans(plain_loops(step), *args) == (2, 0)
+    monkeypatch.setattr(loops, "_FILL_BYTES", 16)
     with jax.debug_nans(True):
-        assert scans(without_fill(step), *args) == (2, 0)
+        assert scans(plain_loops(step), *args) == (2, 0)
 
 
 def of_rows(w, x):
@@ -116,9 +116,7 @@ def of_rows(w, x):
 def test_no_zeros_are_written_on_a_gpu():
     w, x = operands()
     step = jax.grad(of_rows)
-    texts = [
-        jax.jit(f).trace(w, x).lower(lowering_platforms=("cuda",)).as_text() for f in (step, without_fill(step))
-    ]
+    texts = [jax.jit(f).trace(w, x).lower(lowering_platforms=("cuda",)).as_text() for f in (step, plain_loops(step))]
     filled = [len(re.findall(rf"broadcast_in_dim %cst\S*, .*-> tensor<{STEPS}x\d+x\d+xf32>", t)) for t in texts]
     assert filled[0] > 0 == filled[1]
     assert "AllocateBuffer" in texts[1] and "AllocateBuffer" not in texts[0]
@@ -139,7 +137,7 @@ TRANSFORMED = {
 @pytest.mark.parametrize("transform", TRANSFORMED.values(), ids=TRANSFORMED)
 def test_transformed(transform):
     args = operands()
-    check_close(jax.jit(transform(without_fill(gradient)))(*args), jax.jit(transform(gradient))(*args))
+    check_close(jax.jit(transform(plain_loops(gradient)))(*args), jax.jit(transform(gradient))(*args))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit])
@@ -150,7 +148,7 @@ def test_devices_make_their_part(kind):
     with jax.set_mesh(mesh):
         w_on_mesh = jax.device_put(w, NamedSharding(mesh, P(None, None, "columns")))
         x_on_mesh = jax.device_put(x, NamedSharding(mesh, P("rows")))
-        step = jax.jit(without_fill(jax.grad(of_rows)))
+        step = jax.jit(plain_loops(jax.grad(of_rows)))
         compiled = step.lower(w_on_mesh, x_on_mesh).compile()
         got = compiled(w_on_mesh, x_on_mesh)
     assert f"f32[{STEPS},{ROWS}" not in compiled.as_text(), "a device has all rows of what is kept"
@@ -164,7 +162,30 @@ def test_within_shard_map_scans_stay():
     total = lambda w, x: lax.psum(of_each_result(w, x)[0], "rows")
     loss = jax.shard_map(total, mesh=mesh, in_specs=(P(), P("rows")), out_specs=P())
     x = jnp.concatenate([x] * 4)
-    check_close(jax.jit(without_fill(jax.grad(loss)))(w, x), jax.jit(jax.grad(loss))(w, x))
+    check_close(jax.jit(plain_loops(jax.grad(loss)))(w, x), jax.jit(jax.grad(loss))(w, x))
+
+
+def test_numbers_of_a_step_cross_together():
+    """A step's numbers of one dtype are in one array; a key, and what has more numbers, stays by itself."""
+
+    def layer(carry, x):
+        a, b, c, i, j, v, key = x
+        noise = jax.random.normal(key, (ROWS,))
+        return carry + a * b, (a + c, [b * carry], i + j, i * j, v * noise, carry > 0, c[0])
+
+    rng = np.random.default_rng()
+    f32 = lambda *shape: jnp.asarray(rng.normal(size=(STEPS, *shape)), jnp.float32)
+    counts = jnp.arange(STEPS)
+    xs = f32(), f32(1), f32(1, 1), counts, 2 * counts, f32(ROWS), jax.random.split(jax.random.key(0), STEPS)
+    run = lambda carry, xs: lax.scan(layer, carry, xs)
+    check_close(jax.jit(plain_loops(run))(jnp.ones((1, 1)), xs), run(jnp.ones((1, 1)), xs))
+    (loop,) = jax.make_jaxpr(plain_loops(run))(jnp.ones((1, 1)), xs).jaxpr.eqns
+    (types,) = [eqn.outvars for eqn in loop.params["call_jaxpr"].eqns if eqn.primitive.name == "while"]
+    written = [v.aval.str_short(short_dtypes=True) for v in types[2:]]  # behind the step and the carry
+    assert {*written} == {f"bool[{STEPS},1,1]", f"f32[{STEPS},3]", f"f32[{STEPS},{ROWS}]", f"i32[{STEPS},2]"}
+    (read,) = [eqn.invars for eqn in loop.params["call_jaxpr"].eqns if eqn.primitive.name == "while"]
+    read = [v.aval.str_short(short_dtypes=True) for v in read[: -len(types)]]
+    assert {*read} == {f"f32[{STEPS},3]", f"f32[{STEPS},{ROWS}]", f"i32[{STEPS},2]", f"key<fry>[{STEPS}]"}
 
 
 @pytest.mark.parametrize("in_fp8", [False, True], ids=["bf16", "fp8"])
@@ -179,7 +200,7 @@ def test_a_scanned_model(in_fp8):
         variables = stack.init(jax.random.key(0), x)
         loss = lambda variables, x: jnp.sum(stack.apply(variables, x)[0].astype(jnp.float32) ** 2)
         for least in (16, 2**62):
-            loops._LEAST = least  # the fixture puts it back
+            loops._FILL_BYTES = least  # the fixture puts it back
             step = te.value_and_grad(loss)
             assert ("while[" in str(jax.make_jaxpr(step)(variables, x))) == (least == 16)
             found.append(step(variables, x))

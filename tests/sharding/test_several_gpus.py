@@ -45,7 +45,8 @@ def layer(role, **fields):
     return te_flax.TransformerLayer(
         hidden_size=H, mlp_hidden_size=F, num_attention_heads=HEADS, num_gqa_groups=GROUPS, hidden_dropout=0.0,
         attention_dropout=0.0, enable_rotary_pos_emb=True, dtype=jnp.bfloat16,
-        enable_sequence_parallel=role in ("tp-sp", "tp-sp in pieces"), context_parallel_causal_load_balanced=role == "cp", **fields,
+        enable_sequence_parallel=role in ("tp-sp", "tp-sp in pieces"),
+        context_parallel_causal_load_balanced=role == "cp", **fields,
     )  # fmt: skip
 
 
