@@ -8,6 +8,7 @@ from flax import linen as nn
 from flax import nnx
 
 from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, number, warn_once
+from te_jax.core.loops import plain_loops
 from te_jax.flax.moe import update_expert_bias
 from te_jax.gradients import check_places, check_result, combine_by_max, reach
 from te_jax.nnx._layer import ExpertBias, Fp8State, Loss
@@ -52,6 +53,9 @@ def value_and_grad(
     under `optax.MultiSteps` the state would move with each microbatch, not with the parameters. A plain
     `nnx.value_and_grad` treats FP8 state and biases of experts as constants, and a warning says so.
 
+    Loops over layers (`nnx.scan`) write what the backward pass needs of them, and gradients, into memory that is not
+    filled with zeros first.
+
     The function that it returns is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that
     are bool, str, None or functions are static.
 
@@ -89,7 +93,8 @@ def value_and_grad(
         moved = [kind for kind, is_so in ((Fp8State, moves), (ExpertBias, True)) if is_so]
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, *moved))
         with errors_of_amaxes(_VALUE_AND_GRAD, "map and loop over it by nnx.vmap and nnx.scan"):
-            value, grads = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)(*args, kwargs)
+            step = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)
+            value, grads = _in_plain_loops(step, (*args, kwargs))
         _drop_losses(model)
         return value, _update_state(model, grads, moves, expert_bias_rate)
 
@@ -102,6 +107,27 @@ def value_and_grad(
         return run(static, range(len(args))[argnums], traced, kwargs)
 
     return value_and_grad_of_f
+
+
+def _in_plain_loops(step: Callable, args: tuple):
+    """step(*args), which may change modules among its arguments, with the loops of `te_jax.core.loops`."""
+    afterwards = []
+
+    def pure(state):
+        with nnx.merge_context(_VALUE_AND_GRAD, inner=True) as context:
+            args = context.merge(structure, state)
+        results = step(*args)
+        with nnx.split_context(_VALUE_AND_GRAD) as context:
+            after, state = context.split((args, results))
+        afterwards.append(after)
+        return state
+
+    with nnx.update_context(_VALUE_AND_GRAD):
+        with nnx.split_context(_VALUE_AND_GRAD) as context:
+            structure, state = context.split(args)
+        state = plain_loops(pure)(state)
+        with nnx.merge_context(_VALUE_AND_GRAD, inner=False) as context:
+            return context.merge(afterwards[-1], state)[1]
 
 
 def _moves_state(model) -> bool:

@@ -18,6 +18,7 @@ import te_jax as te
 import te_jax.flax as te_flax
 import te_jax.nnx as te_nnx
 from te_jax import recipe
+from te_jax.core import loops
 
 DELAYED = recipe.DelayedScaling(amax_history_len=3)
 CURRENT = recipe.Float8CurrentScaling()
@@ -214,9 +215,10 @@ def test_all_uses_combine_by_the_largest_amax(name):
         np.testing.assert_array_equal(*(np.asarray(newest(m)["grad_amax_history"]) for m in (model, alone)))
 
 
-def test_scan_over_rematted_layers():
-    """Layers stacked by nnx.vmap and run by nnx.scan are those of nn.scan: parameters, gradients, FP8 state. Without
-    remat: test_nnx_examples.py."""
+def test_scan_over_rematted_layers(monkeypatch):
+    """Layers stacked by nnx.vmap and run by nnx.scan are those of nn.scan: parameters, gradients, FP8 state. Both in
+    loops of te_jax's, as scans with larger results are. Without remat: test_nnx_examples.py."""
+    monkeypatch.setattr(loops, "_FILL_BYTES", 16)
 
     class Block(nn.Module):
         @nn.compact
