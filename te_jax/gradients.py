@@ -19,11 +19,12 @@ from jax import lax
 from te_jax.core.amax import amax as amax_of
 from te_jax.core.check import BOOL, FUNCTION, Kind, check, integer, show, tuple_of, warn
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.jaxprs import ARRAYS
 from te_jax.core.loops import plain_loops
 from te_jax.layers.parameters import gradient_targets, has_kernels, with_targets
 from te_jax.ops.scale_update import next_states
 from te_jax.recipe.delayed import HISTORY
-from te_jax.state.amax_type import ARRAYS, errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
+from te_jax.state.amax_type import errors_of_amaxes, from_amaxes, is_amaxes, movable, to_amaxes
 from te_jax.state.fp8 import STATE_COLLECTIONS
 from te_jax.state.metas import (
     check_collections,

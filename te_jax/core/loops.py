@@ -1,12 +1,12 @@
-"""Loops over layers that copy nothing for its own sake.
+"""Loops over layers without copies that only loops make.
 
 `lax.scan` makes the arrays of its stacked results of zeros, and its steps write over all of them. On a GPU the zeros
 are a pass over memory: for what autodiff keeps of layers, and for their gradients, 0.9 ms of 15 for each layer of Llama
-3 8B on an H200. Memory from `lax.empty` needs none. And each number that a step reads from a stack, or adds to one, is
-a kernel of 1 us: a scale, an amax, what the backward pass needs of them, 57 of the 112 kernels and copies of that
-layer. Here all numbers of a step cross in one array.
+3 8B on an H200. Memory from `lax.empty` needs none. And XLA copies each number that a step reads from a stack, or
+writes to one, by a kernel of its own: scales and amaxes are 57 of the 112 kernels and copies of such a layer. In one
+array for each dtype they are two.
 
-It is autodiff that makes these loops. So `plain_loops` goes over a function that is differentiated already, and puts a
+Autodiff makes these loops. So `plain_loops` goes over a function that is differentiated already, and puts a
 `lax.while_loop` in place of each scan.
 """
 
@@ -18,88 +18,54 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import Jaxpr, JaxprEqn, jaxpr_as_fun
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
+from te_jax.core.jaxprs import rewritten, run_rewritten, without_constants
 from te_jax.core.placement import mesh_axes, spec_of_sharding
 from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
 
-_ARRAY_LEAVES = jax.Array | np.ndarray | np.generic
 _FILL_BYTES = 2**20  # bytes of a result whose zeros take longer than a kernel's launch
 _ROW_NUMBERS = 4096  # numbers of FP8 state that cross a loop together with others
-_NESTED = {"jit", "pjit", "scan", "while", "cond", "checkpoint", "remat"}  # what may hold a scan
+# What may hold a scan that is worth a loop, by jax's names of several versions. Within `shard_map` values vary over
+# mesh axes, and functions with a derivative of their own are differentiated already.
+_NESTED = {"jit", "pjit", "scan", "while", "cond", "checkpoint", "remat", "remat2", "closed_call", "eval_jaxpr"}
 
 
 def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, whose scans do not fill their results with zeros first, and read and write the numbers of a step together,
-    where one of their results has a MiB or more.
+    """`fun`, whose scans do not fill their results with zeros first, and read and write the numbers of a step together
+    (not on Explicit meshes), where one of their results has a MiB or more.
 
     fun: a function that returns arrays in trees. Of its arguments, arrays are traced, and other leaves are static.
 
-    All of a result is written, so no number changes. Derivatives are those of the scans. Left as they are: scans within
-    `shard_map`, with an unroll other than 1, of symbolic sizes, and all under jax_debug_nans, which would look into
-    what is not written yet.
+    All of a result is written, so no number changes. Derivatives are those of the scans. Left as they are: scans with
+    an unroll other than 1, of symbolic sizes, within a `shard_map` or around one in which `fun` is called, on meshes of
+    both Explicit and Auto axes, with results in the host's memory or of a weak type, with a `jax.Ref`; and all under
+    jax_debug_nans and jax_debug_infs, which would look into what is not written yet.
     """
 
     def call(*args, **kwargs):
-        if jax.config.jax_debug_nans:
+        if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
             return fun(*args, **kwargs)
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        traced = [isinstance(leaf, _ARRAY_LEAVES) for leaf in leaves]
-
-        def of_arrays(*arrays):
-            given = iter(arrays)
-            args, kwargs = treedef.unflatten([next(given) if t else leaf for leaf, t in zip(leaves, traced)])
-            return fun(*args, **kwargs)
-
-        arrays = [leaf for leaf, t in zip(leaves, traced) if t]
-        closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(shapes), jaxpr_as_fun(_rewritten(closed, {}))(*arrays))
+        enters = lambda eqn: eqn.primitive.name in _NESTED
+        return run_rewritten(fun, lambda jaxpr: rewritten(jaxpr, enters, _other_loop), args, kwargs)[0]
 
     return call
 
 
-def _rewritten(closed: Any, seen: dict[int, tuple]) -> Any:
-    """`closed`, a jaxpr, with other loops; itself where it has none to change. seen: {id: (jaxpr, its result)}."""
-    if id(closed) not in seen:
-        inner = _without_constants(closed)
-        eqns = [_other_loop(eqn, seen) for eqn in inner.eqns]
-        new = closed
-        if any(new is not old for new, old in zip(eqns, inner.eqns)):
-            new = inner.replace(eqns=eqns)
-            new = new if closed is inner else closed.replace(jaxpr=new)
-        seen[id(closed)] = closed, new
-    return seen[id(closed)][1]
-
-
-def _without_constants(closed: Any) -> Jaxpr:
-    return closed if isinstance(closed, Jaxpr) else closed.jaxpr
-
-
-def _other_loop(eqn: JaxprEqn, seen: dict[int, tuple]) -> JaxprEqn:
-    if eqn.primitive.name not in _NESTED:
-        return eqn
-    found = {name: _in_parameter(value, seen) for name, value in eqn.params.items()}
-    if any(new is not eqn.params[name] for name, new in found.items()):
-        eqn = eqn.replace(params=found)
+def _other_loop(eqn: JaxprEqn) -> JaxprEqn:
+    """A loop of `eqn`, where it is a scan that is worth one; else itself."""
     if eqn.primitive.name != "scan" or not (step := _Step(eqn)).is_worth_a_loop:
         return eqn
     scan = lambda *args: eqn.primitive.bind(*args, **eqn.params)
     sharding = lambda aval: aval.sharding if on_explicit_mesh(aval) else None
     types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(a)) for a in _avals(eqn.invars)]
-    (loop,) = jax.make_jaxpr(_loop(scan, step))(*types).jaxpr.eqns
-    return loop.replace(invars=eqn.invars, outvars=eqn.outvars, source_info=eqn.source_info)
-
-
-def _in_parameter(value: Any, seen: dict[int, tuple]) -> Any:
-    if isinstance(value, tuple):
-        new = tuple(_in_parameter(each, seen) for each in value)
-        return value if all(a is b for a, b in zip(new, value)) else new
-    return _rewritten(value, seen) if hasattr(value, "eqns") else value
+    with eqn.ctx.manager:
+        (loop,) = jax.make_jaxpr(_loop(scan, step))(*types).jaxpr.eqns
+    return loop.replace(invars=eqn.invars, outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
 
 
 def _avals(variables: Sequence[Any]) -> list[ShapedArray]:
@@ -122,16 +88,31 @@ class _Step:
 
     def __init__(self, eqn: JaxprEqn) -> None:
         self.length, self.reverse, body = (eqn.params[name] for name in ("length", "reverse", "jaxpr"))
-        inner = _without_constants(body)
+        inner = without_constants(body)
         self.run = jaxpr_as_fun(body)
         self.carried = len(eqn.outvars) - _stacked(eqn.outvars, inner.outvars)
         self.shared = len(eqn.invars) - _stacked(eqn.invars, inner.invars) - self.carried
         self.xs = _avals(inner.invars[self.shared + self.carried :])
         self.ys, self.results = _avals(inner.outvars[self.carried :]), _avals(eqn.outvars[self.carried :])
         types = _avals([*eqn.invars, *eqn.outvars])
-        self.on_explicit_mesh = any(map(on_explicit_mesh, types))
-        known = eqn.params["unroll"] == 1 and all(isinstance(n, int) for a in types for n in a.shape)
-        self.is_worth_a_loop = known and any(map(_is_large, self.results)) and not any(map(varying_axes, self.results))
+        with eqn.ctx.manager:
+            mesh = jax.sharding.get_abstract_mesh()
+        self.on_explicit_mesh = any(isinstance(a, ShapedArray) and on_explicit_mesh(a) for a in types)
+        known = eqn.params["unroll"] == 1 and all(_is_plain(a, mesh) for a in types)
+        known = known and not any(a.weak_type for a in _avals(eqn.outvars))
+        self.is_worth_a_loop = known and any(map(_is_large, self.results))
+
+
+def _is_plain(aval: Any, mesh: Any) -> bool:
+    """Whether an array of the type `aval`, in the context of `mesh`, can be made of empty memory, by each device its
+    part."""
+    if not isinstance(aval, ShapedArray) or not all(isinstance(n, int) for n in aval.shape):
+        return False
+    spec, own = aval.sharding.spec, aval.sharding.mesh
+    kinds = {*mesh.axis_types, *own.axis_types}
+    on_mesh = kinds <= {AxisType.Auto} or (kinds == {AxisType.Explicit} and own == mesh)
+    whole = not (spec.unreduced or spec.reduced or varying_axes(aval))
+    return on_mesh and whole and aval.memory_space == jax.memory.Space.Device
 
 
 def _is_large(aval: ShapedArray) -> bool:
@@ -161,7 +142,7 @@ def _loop(scan: Callable[..., Any], step: _Step) -> Callable[..., list[jax.Array
         _, carry, ys = lax.while_loop(lambda state: state[0] < step.length, run, start)
         return [*carry, *ys_rows.unpack(ys, 1)]
 
-    loop.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))
+    loop.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))  # jax transposes no loop but a scan
     return loop
 
 
@@ -212,7 +193,8 @@ class _Rows:
 
 
 def _unfilled(aval: ShapedArray) -> jax.Array:
-    """An array of any numbers. XLA's partitioner has each device make all of it: of a large one, it makes its part."""
+    """An array of any numbers. XLA's partitioner would have each device make all of it, so a large one is made by an
+    operation with a partition; of an axis that the devices do not divide, each still makes all."""
     if on_explicit_mesh(aval):
         sharding = aval.sharding
         make = lambda: lax.empty(sharding.shard_shape(aval.shape), aval.dtype)

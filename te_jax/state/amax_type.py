@@ -20,6 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_me
 
 from te_jax.core.amax import amax, amax_across
 from te_jax.core.derivatives import custom_vjp
+from te_jax.core.jaxprs import has_jaxprs, rewritten, run_rewritten
 from te_jax.core.types import like, varying_axes
 
 # Operations whose gradients jax has for this type, and functions with a gradient of their own.
@@ -30,8 +31,6 @@ _OF_JAX = {
 }
 _TO_ONE_PLACE = {"dynamic_update_slice", "pad", "slice", "split", "unstack"}  # They move no element to two places.
 _TO_VARYING = {"pcast", "pvary"}
-
-ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def amax_type() -> Any:
@@ -88,36 +87,23 @@ def movable(f: Callable) -> Callable:
     """
 
     def run(*args, **kwargs):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        is_array = [isinstance(leaf, ARRAYS) for leaf in leaves]
-        arrays = [leaf for leaf, is_so in zip(leaves, is_array) if is_so]
-
-        def flat(*arrays):
-            arrays = iter(arrays)
-            args, kwargs = treedef.unflatten([next(arrays) if a else leaf for a, leaf in zip(is_array, leaves)])
-            return f(*args, **kwargs)
-
-        closed, out = jax.make_jaxpr(flat, return_shape=True)(*arrays)
-        jaxpr = _rewrite(closed.jaxpr)
+        results, jaxpr = run_rewritten(f, lambda jaxpr: rewritten(jaxpr, _moves, _moved), args, kwargs)
         uses = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
         read = {v for v in uses if not isinstance(v, core.Literal)}
-        results = core.jaxpr_as_fun(closed.replace(jaxpr=jaxpr))(*arrays)
-        return jax.tree.unflatten(jax.tree.structure(out), results), [v in read for v in jaxpr.invars]
+        return results, [v in read for v in jaxpr.invars]
 
     return run
 
 
-def _rewrite(jaxpr: core.Jaxpr) -> core.Jaxpr:
-    """`jaxpr` with `_move` instead of operations that move amaxes and have no gradient."""
-    eqns = [_rewrite_eqn(eqn) for eqn in jaxpr.eqns]
-    return jaxpr.replace(eqns=eqns) if any(a is not b for a, b in zip(eqns, jaxpr.eqns)) else jaxpr
+def _moves(eqn: core.JaxprEqn) -> bool:
+    """Whether the operation may have no gradient for this type, or what it calls."""
+    return eqn.primitive.name not in _OF_JAX and any(is_amaxes(v.aval) for v in eqn.invars)
 
 
-def _rewrite_eqn(eqn: core.JaxprEqn) -> core.JaxprEqn:
-    if eqn.primitive.name in _OF_JAX or not any(is_amaxes(v.aval) for v in eqn.invars):
+def _moved(eqn: core.JaxprEqn) -> core.JaxprEqn:
+    """`_move` instead of an operation that moves amaxes and has no gradient."""
+    if has_jaxprs(eqn) or not _moves(eqn):
         return eqn
-    if any(map(_jaxprs_in, eqn.params.values())):
-        return eqn.replace(params={name: _rewrite_param(value) for name, value in eqn.params.items()})
     call = _trace_call(partial(_move, eqn), [v.aval for v in eqn.invars])
     return call.replace(invars=eqn.invars, outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
 
@@ -143,19 +129,6 @@ def _trace_call(f, types: list) -> core.JaxprEqn:
             return jax.make_jaxpr(body)(*values).eqns[-1]
         mapped = jax.shard_map(body, in_specs=PartitionSpec(), out_specs=PartitionSpec(), axis_names=manual)
         return jax.make_jaxpr(mapped)(*values).eqns[-1].params["jaxpr"].eqns[-1]
-
-
-def _jaxprs_in(param) -> bool:
-    params = param if isinstance(param, tuple) else (param,)
-    return any(isinstance(p, core.ClosedJaxpr | core.Jaxpr) for p in params)
-
-
-def _rewrite_param(param):
-    if isinstance(param, core.ClosedJaxpr):
-        return param.replace(jaxpr=_rewrite(param.jaxpr))
-    if isinstance(param, core.Jaxpr):
-        return _rewrite(param)
-    return tuple(map(_rewrite_param, param)) if _jaxprs_in(param) else param
 
 
 def _move(eqn: core.JaxprEqn, *operands):

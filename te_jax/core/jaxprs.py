@@ -1,0 +1,84 @@
+"""Functions that are traced, whose equations are replaced, and which then run."""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+ARRAYS = jax.Array | np.ndarray | np.generic
+
+
+def run_rewritten(
+    fun: Callable[..., Any], rewrite: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+) -> tuple[Any, Jaxpr]:
+    """fun(*args, **kwargs), whose jaxpr is what `rewrite` makes of it, and that jaxpr.
+
+    fun is traced once. Arrays among the leaves of its arguments are traced, others are static. Its results are arrays.
+    """
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    is_array = [isinstance(leaf, ARRAYS) for leaf in leaves]
+    arrays = [leaf for leaf, is_so in zip(leaves, is_array) if is_so]
+
+    def of_arrays(*arrays):
+        given = iter(arrays)
+        args, kwargs = treedef.unflatten([next(given) if a else leaf for a, leaf in zip(is_array, leaves)])
+        return fun(*args, **kwargs)
+
+    closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
+    closed = rewrite(closed)
+    results = jaxpr_as_fun(closed)(*arrays)
+    return jax.tree.unflatten(jax.tree.structure(shapes), results), without_constants(closed)
+
+
+def without_constants(jaxpr: Any) -> Jaxpr:
+    """The Jaxpr of a ClosedJaxpr; a Jaxpr itself."""
+    return jaxpr if isinstance(jaxpr, Jaxpr) else jaxpr.jaxpr
+
+
+def rewritten(
+    jaxpr: Any,
+    enters: Callable[[JaxprEqn], bool],
+    replace: Callable[[JaxprEqn], JaxprEqn],
+    seen: dict[int, tuple] | None = None,
+) -> Any:
+    """`jaxpr`, a Jaxpr or ClosedJaxpr, with replace(equation) for each of its equations; itself where all stay.
+
+    enters: whether the jaxprs among an equation's parameters are rewritten first. seen: {id: (a jaxpr, what became of
+    it)}, so that what is called twice stays one function.
+    """
+    seen = {} if seen is None else seen
+    if id(jaxpr) not in seen:
+        inner = without_constants(jaxpr)
+        eqns = [replace(_with_rewritten(eqn, enters, replace, seen) if enters(eqn) else eqn) for eqn in inner.eqns]
+        new = jaxpr
+        if any(a is not b for a, b in zip(eqns, inner.eqns)):
+            new = inner.replace(eqns=eqns)
+            new = new if jaxpr is inner else jaxpr.replace(jaxpr=new)
+        seen[id(jaxpr)] = jaxpr, new
+    return seen[id(jaxpr)][1]
+
+
+def has_jaxprs(eqn: JaxprEqn) -> bool:
+    """Whether jaxprs are among an equation's parameters."""
+    return any(_is_jaxpr(each) for value in eqn.params.values() for each in _listed(value))
+
+
+def _is_jaxpr(value: Any) -> bool:
+    return isinstance(value, ClosedJaxpr | Jaxpr)
+
+
+def _listed(value: Any) -> tuple:
+    return value if isinstance(value, tuple) else (value,)
+
+
+def _with_rewritten(eqn, *how):
+    def of(value):
+        if _is_jaxpr(value):
+            return rewritten(value, *how)
+        new = tuple(map(of, value)) if isinstance(value, tuple) else value
+        return new if any(a is not b for a, b in zip(_listed(new), _listed(value))) else value
+
+    params = {name: of(value) for name, value in eqn.params.items()}
+    return eqn.replace(params=params) if any(params[name] is not eqn.params[name] for name in params) else eqn
