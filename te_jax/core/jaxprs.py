@@ -41,7 +41,7 @@ def rewritten(
     jaxpr: Any,
     enters: Callable[[JaxprEqn], bool],
     replace: Callable[[JaxprEqn], JaxprEqn],
-    seen: dict[int, tuple] | None = None,
+    seen: dict[int, tuple[Any, Any]] | None = None,
 ) -> Any:
     """`jaxpr`, a Jaxpr or ClosedJaxpr, with replace(equation) for each of its equations; itself where all stay.
 
