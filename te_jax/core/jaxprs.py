@@ -11,11 +11,16 @@ ARRAYS = jax.Array | np.ndarray | np.generic
 
 
 def run_rewritten(
-    fun: Callable[..., Any], rewrite: Callable[[Any], Any], args: Sequence[Any], kwargs: Mapping[str, Any]
+    fun: Callable[..., Any],
+    enters: Callable[[JaxprEqn], bool],
+    replace: Callable[[JaxprEqn], JaxprEqn],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
 ) -> tuple[Any, Jaxpr]:
-    """fun(*args, **kwargs), whose jaxpr is what `rewrite` makes of it, and that jaxpr.
+    """fun(*args, **kwargs), with replace(equation) for each equation of its jaxpr, and that jaxpr.
 
-    fun is traced once. Arrays among the leaves of its arguments are traced, others are static. Its results are arrays.
+    enters: whether the jaxprs among an equation's parameters are rewritten first. fun is traced once. Arrays among the
+    leaves of its arguments are traced, others are static. Its results are arrays.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     is_array = [isinstance(leaf, ARRAYS) for leaf in leaves]
@@ -27,7 +32,7 @@ def run_rewritten(
         return fun(*args, **kwargs)
 
     closed, shapes = jax.make_jaxpr(of_arrays, return_shape=True)(*arrays)
-    closed = rewrite(closed)
+    closed = _rewritten(closed, enters, replace, {})
     results = jaxpr_as_fun(closed)(*arrays)
     return jax.tree.unflatten(jax.tree.structure(shapes), results), without_constants(closed)
 
@@ -37,18 +42,9 @@ def without_constants(jaxpr: Any) -> Jaxpr:
     return jaxpr if isinstance(jaxpr, Jaxpr) else jaxpr.jaxpr
 
 
-def rewritten(
-    jaxpr: Any,
-    enters: Callable[[JaxprEqn], bool],
-    replace: Callable[[JaxprEqn], JaxprEqn],
-    seen: dict[int, tuple[Any, Any]] | None = None,
-) -> Any:
-    """`jaxpr`, a Jaxpr or ClosedJaxpr, with replace(equation) for each of its equations; itself where all stay.
-
-    enters: whether the jaxprs among an equation's parameters are rewritten first. seen: {id: (a jaxpr, what became of
-    it)}, so that what is called twice stays one function.
-    """
-    seen = {} if seen is None else seen
+def _rewritten(jaxpr, enters, replace, seen):
+    """`jaxpr`, a Jaxpr or ClosedJaxpr, with other equations; itself where all stay. seen: {id: (a jaxpr, what became of
+    it)}, so that what is called twice stays one function."""
     if id(jaxpr) not in seen:
         inner = without_constants(jaxpr)
         eqns = [replace(_with_rewritten(eqn, enters, replace, seen) if enters(eqn) else eqn) for eqn in inner.eqns]
@@ -76,7 +72,7 @@ def _listed(value: Any) -> tuple:
 def _with_rewritten(eqn, *how):
     def of(value):
         if _is_jaxpr(value):
-            return rewritten(value, *how)
+            return _rewritten(value, *how)
         new = tuple(map(of, value)) if isinstance(value, tuple) else value
         return new if any(a is not b for a, b in zip(_listed(new), _listed(value))) else value
 

@@ -24,7 +24,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend.core import JaxprEqn, jaxpr_as_fun
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from te_jax.core.jaxprs import rewritten, run_rewritten, without_constants
+from te_jax.core.jaxprs import run_rewritten, without_constants
 from te_jax.core.placement import mesh_axes, spec_of_sharding
 from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
 
@@ -41,7 +41,7 @@ def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     fun: a function that returns arrays in trees. Of its arguments, arrays are traced, and other leaves are static.
 
-    All of a result is written, so no number changes. Derivatives are those of the scans. Left as they are: scans with
+    All of a result is written, so no number changes. The scans give the derivatives. Left as they are: scans with
     an unroll other than 1, of symbolic sizes, within a `shard_map` or around one in which `fun` is called, on meshes of
     both Explicit and Auto axes, with results in the host's memory or of a weak type, with a `jax.Ref`; and all under
     jax_debug_nans and jax_debug_infs, which would look into what is not written yet.
@@ -51,7 +51,7 @@ def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
         if jax.config.jax_debug_nans or jax.config.jax_debug_infs:
             return fun(*args, **kwargs)
         enters = lambda eqn: eqn.primitive.name in _NESTED
-        return run_rewritten(fun, lambda jaxpr: rewritten(jaxpr, enters, _other_loop), args, kwargs)[0]
+        return run_rewritten(fun, enters, _other_loop, args, kwargs)[0]
 
     return call
 
@@ -73,7 +73,7 @@ def _avals(variables: Sequence[Any]) -> list[ShapedArray]:
 
 
 def _stacked(of_loop: Sequence[Any], of_step: Sequence[Any]) -> int:
-    """How many of a scan's variables, from the last on, have an axis of steps, which those of one step lack."""
+    """How many of a scan's variables, from the last on, have an axis of steps, which one step's lack."""
     ranks = [[len(a.shape) for a in _avals(variables)] for variables in (of_loop, of_step)]
     same = [i for i, (loop, step) in enumerate(zip(*(reversed(each) for each in ranks))) if loop == step]
     return min(same, default=min(map(len, ranks)))
@@ -122,7 +122,7 @@ def _is_large(aval: ShapedArray) -> bool:
 def _loop(scan: Callable[..., Any], step: _Step) -> Callable[..., list[jax.Array]]:
     """What the function `scan` computes of its operands."""
     together = not step.on_explicit_mesh  # there reshapes would have to say shardings
-    xs_rows, ys_rows = _Rows(step.xs if together else ()), _Rows(step.ys if together else ())
+    xs_rows, ys_rows = _Rows(step.xs, together), _Rows(step.ys, together)
 
     @jax.custom_jvp
     def loop(*args):
@@ -147,16 +147,18 @@ def _loop(scan: Callable[..., Any], step: _Step) -> Callable[..., list[jax.Array
 
 
 class _Rows:
-    """How the numbers among what a step reads or writes cross a loop: those of a dtype, if it has several, in one row.
+    """How the numbers among what a step reads or writes cross a loop: in one row for each dtype that several
+    have.
 
-    Of an extended dtype, such as that of amaxes, arrays count as numbers too: FP8 state is on every device.
+    Arrays of an extended dtype, such as the type of amaxes, count as numbers too: FP8 state is on every device.
 
-    types: of one step. `axes` of its functions: how many axes of steps are in front, 0 or 1.
+    types: of one step. together: whether there are rows. axes (of the methods): how many axes of steps are in front, 0
+    or 1.
     """
 
-    def __init__(self, types: Sequence[ShapedArray]) -> None:
+    def __init__(self, types: Sequence[ShapedArray], together: bool) -> None:
         places = {}
-        for i, aval in enumerate(types):
+        for i, aval in enumerate(types if together else ()):
             most = _ROW_NUMBERS if jnp.issubdtype(aval.dtype, jax.dtypes.extended) else 1
             if 1 <= prod(aval.shape) <= most:
                 places.setdefault(aval.dtype, []).append(i)
@@ -165,24 +167,18 @@ class _Rows:
 
     def pack(self, arrays: Sequence[jax.Array], axes: int) -> Sequence[jax.Array]:
         """`arrays`, with the rows [..., n] behind those that are in none."""
-        if not self._rows:
-            return arrays
         flat = lambda a: a.reshape(*a.shape[:axes], -1)
         rows = [jnp.concatenate([flat(arrays[i]) for i in row], axes) for row in self._rows]
         return [*(arrays[i] for i in self._others), *rows]
 
     def pack_types(self, results: Sequence[ShapedArray], length: int) -> Sequence[ShapedArray]:
         """The types of what `pack` returns for stacks of these types."""
-        if not self._rows:
-            return results
         size = lambda row: sum(prod(self._types[i].shape) for i in row)
         rows = [ShapedArray((length, size(row)), self._types[row[0]].dtype) for row in self._rows]
         return [*(results[i] for i in self._others), *rows]
 
     def unpack(self, packed: Sequence[jax.Array], axes: int) -> Sequence[jax.Array]:
         """What `pack` was given."""
-        if not self._rows:
-            return packed
         found = dict(zip(self._others, packed))
         for array, row in zip(packed[len(self._others) :], self._rows):
             sizes = [prod(self._types[i].shape) for i in row]

@@ -20,7 +20,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec, use_abstract_me
 
 from te_jax.core.amax import amax, amax_across
 from te_jax.core.derivatives import custom_vjp
-from te_jax.core.jaxprs import has_jaxprs, rewritten, run_rewritten
+from te_jax.core.jaxprs import has_jaxprs, run_rewritten
 from te_jax.core.types import like, varying_axes
 
 # Operations whose gradients jax has for this type, and functions with a gradient of their own.
@@ -87,7 +87,7 @@ def movable(f: Callable) -> Callable:
     """
 
     def run(*args, **kwargs):
-        results, jaxpr = run_rewritten(f, lambda jaxpr: rewritten(jaxpr, _moves, _moved), args, kwargs)
+        results, jaxpr = run_rewritten(f, _moves, _moved, args, kwargs)
         uses = [*jaxpr.outvars, *(v for eqn in jaxpr.eqns for v in eqn.invars)]
         read = {v for v in uses if not isinstance(v, core.Literal)}
         return results, [v in read for v in jaxpr.invars]

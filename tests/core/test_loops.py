@@ -175,7 +175,7 @@ def test_scans_on_meshes_of_both_kinds_stay():
 
 
 def of_rows(w, x):
-    """Layers whose rows lie as those of x."""
+    """Layers whose rows lie as the rows of x do."""
     mesh = jax.typeof(x).sharding.mesh
     lie = NamedSharding(mesh, P("rows")) if AxisType.Explicit in mesh.axis_types else None
     layer = lambda x, w: (jnp.tanh(jnp.einsum("rc,cd->rd", x, w, out_sharding=lie)), None)

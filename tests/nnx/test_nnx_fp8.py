@@ -216,7 +216,7 @@ def test_all_uses_combine_by_the_largest_amax(name):
 
 
 def test_scan_over_rematted_layers(monkeypatch):
-    """Layers stacked by nnx.vmap and run by nnx.scan are those of nn.scan: parameters, gradients, FP8 state. Both in
+    """Layers stacked by nnx.vmap and run by nnx.scan give what nn.scan gives: parameters, gradients, FP8 state. Both in
     loops of te_jax's, as scans with larger results are. Without remat: test_nnx_examples.py."""
     monkeypatch.setattr(loops, "_FILL_BYTES", 16)
 
