@@ -8,7 +8,7 @@ namespace te::delta {
 using ssm::Bf16;
 using ssm::kBand;
 using ssm::kChunk;
-using ssm::kKept;
+constexpr int kKept = 1024;  // tokens: how often the forward pass keeps the state
 constexpr int kLast = kChunk - 1;
 constexpr int kWarps = 4,
               kThreads = 32 * kWarps;  // a warp has a band of a chunk's tokens, or of a slab's values

@@ -27,11 +27,14 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   __device__ __forceinline__ void Begin() { Base::Load(from, index); }
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
-    Base::Keep((kBack ? of.gradients : of.states) + of.State(row, Chunk(i), head));
+    const auto keep = [&] {
+      fetch();
+      Base::Keep((kBack ? of.gradients : of.states) + of.State(row, Chunk(i), head));
+    };
     if constexpr (kBack)
-      Base::StepBack(i % kStages, fetch, write);
+      Base::StepBack(i % kStages, keep, write);
     else
-      Base::Step(i % kStages, fetch, write);
+      Base::Step(i % kStages, keep, write);
   }
   __device__ __forceinline__ void End() {
     if (kBack) Base::Store(of.before, index);

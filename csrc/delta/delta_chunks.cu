@@ -195,7 +195,7 @@ struct Chunks {
 };
 
 template <int kD, bool kRuns>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, 4)
     te_gated_delta_chunks(const ChunkArgs a, const ChunkPart part, Chunk* chunks) {
   LetNextStart();
   extern __shared__ uint4 memory[];

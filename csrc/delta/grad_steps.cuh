@@ -29,33 +29,66 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
   using OfTokens = typename Base::OfTokens;
   using Base::s, Base::group, Base::state;
 
+  // Whether products that do not depend on the state's gradient are queued behind the one that does. Two
+  // groups have no registers for the sums, and the tensor cores have the other's products meanwhile.
+  static constexpr bool kAhead = kGroups == 1;
+
   // What dy and the state's gradient are to what tokens write, then to what they would write without each
-  // other: dW = seen^T dy + left k' G, and inverse^T dW.
+  // other: dW = seen^T dy + left k' G, and inverse^T dW. The gradient to the state before the chunk is
+  // keeps G + q' (queries dy) - k' (keys betas inverse^T dW).
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void StepBack(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
     const OfTokens& weights = s.weights[stage];
+    const bool is_one_run = weights.continues == kChunk;
+    if (!is_one_run) OnlyFirstQueries(tiles, weights.continues);
     uint32_t of_state[kD / 16][4];
-    Left of_dy, left;
-    Results written = {}, alone = {};
+    Left of_dy, read, left;
+    Results written = {}, seen = {}, off = {};
     const auto as_it_is = [](int, int, float2 two) { return two; };
+    if constexpr (!kAhead) fetch();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
-    fetch();
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) tiles.v[group].TransposedA(of_dy[k], 16 * k, Base::Band());
-    Products::Begin(written);
+    Products::Begin(written, seen);
     Products::template Along<kD>(written, of_state, tiles.Left());
     Products::Commit();
-    Products::template Wait<0>(written);
+    if constexpr (kAhead) {
+      Products::Seeing(seen, of_dy, tiles.seen);
+      Products::Commit();
+      fetch();
+    }
+    Products::template Wait<kAhead>(written);
     WeighLeft(written, weights);
-    Multiply(written, of_dy, tiles.seen);
+    if constexpr (kAhead) {
+      Products::template Wait<0>(seen);
+#pragma unroll
+      for (int j = 0; j < kChunk / 2; ++j) written[j] += seen[j];
+    } else {
+      Multiply(written, of_dy, tiles.seen);
+    }
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) AsLeft(left[k], written, k, as_it_is);
-    Multiply(alone, left, tiles.inverse);
-    Base::PackY(alone);
-    if (weights.continues < kChunk) OnlyFirstRun(tiles, weights.continues, of_dy, alone);
-    ToState(tiles, weights, of_dy, alone, write);
+    Products::Begin(off);
+    Products::Seeing(off, left, tiles.inverse);
+    Products::Commit();
+    if constexpr (kAhead) Read(tiles, weights, of_dy, read);
+    Products::template Wait<kAhead>(off);
+    Base::PackY(off);
+    if (!is_one_run) OnlyFirstRun(tiles, weights.continues, of_dy, off);
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+      AsLeft(left[k], off, k, [&](int, int token, float2 two) {
+        const float2 by = OfKeys(weights, token), beta = LoadTwo(weights.betas + token);
+        return make_float2(-Weighed(by.x, beta.x * two.x), -Weighed(by.y, beta.y * two.y));
+      });
+    if constexpr (!kAhead) Read(tiles, weights, of_dy, read);
+    Products::Begin(state);
+    Products::template Across<kD>(state, left, tiles.k);
+    Products::Commit();
+    write();
+    Products::template Wait<0>(state);
   }
   __device__ __forceinline__ static void Multiply(Results& d, const Left& left, Tokens<kChunk>& tile) {
     Products::Begin(d);
@@ -63,12 +96,37 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
     Products::Commit();
     Products::template Wait<0>(d);
   }
-
-  // As Walk::OnlyLastRun: of the tokens that see the state before the chunk, where there are others, whose dy
-  // and keys and queries then are 0, as with gates of channels they are. These do not reach the state behind
-  // it.
+  // What is left of the state's gradient, and what follows for it from what queries read; 0 where they do
+  // not, of whatever dy is.
   template <typename Stage>
-  __device__ __forceinline__ void OnlyFirstRun(Stage& tiles, int continues, Left& of_dy, Results& alone) {
+  __device__ __forceinline__ void Read(Stage& tiles, const OfTokens& weights, const Left& of_dy, Left& read) {
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float2 by = OfQueries(weights, 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
+        const float2 two = ssm::Unpack(of_dy[k][i]);
+        read[k][i] = ssm::Pack(Weighed(by.x, two.x), Weighed(by.y, two.y));
+      }
+    Fade(state, weights);
+    Products::Begin(state);
+    Products::template Across<kD>(state, read, tiles.q);
+    Products::Commit();
+  }
+
+  // Where a chunk has tokens that do not see the state before it: no queries of theirs, as 0 times an inf
+  // would stay. With gates of channels they are 0.
+  template <typename Stage>
+  __device__ __forceinline__ void OnlyFirstQueries(Stage& tiles, int continues) {
+    if constexpr (!Gate::kByChannel) {
+      tiles.q.template Keep<Base::kWalking>([&](int token) { return token < continues; });
+      Base::Meet();
+    }
+  }
+  // As Walk::OnlyLastRun: of the tokens that see the state before the chunk, where there are others, whose dy
+  // and keys then are 0, as with gates of channels they are. These do not reach the state behind it.
+  template <typename Stage>
+  __device__ __forceinline__ void OnlyFirstRun(Stage& tiles, int continues, Left& of_dy, Results& off) {
     Results written = {};
     Left left;
 #pragma unroll
@@ -85,43 +143,13 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
         return make_float2(token < continues ? two.x : 0.f, token + 1 < continues ? two.y : 0.f);
       });
 #pragma unroll
-    for (float& each : alone) each = 0;
-    WarpProducts::Seeing(alone, left, tiles.inverse);
+    for (float& each : off) each = 0;
+    WarpProducts::Seeing(off, left, tiles.inverse);
     if constexpr (!Gate::kByChannel) {
       Base::Meet();  // none reads k any more
       tiles.k.template Keep<Base::kWalking>([&](int token) { return token < continues; });
-      tiles.q.template Keep<Base::kWalking>([&](int token) { return token < continues; });
       Base::Meet();
     }
-  }
-
-  // The gradient to the state before the chunk: keeps G + q' (queries dy) - k' (keys betas inverse^T dW).
-  template <typename Stage, typename Write>
-  __device__ __forceinline__ void ToState(Stage& tiles, const OfTokens& weights, Left& of_dy,
-                                          const Results& alone, Write&& write) {
-    Left of_off;
-#pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) {
-      AsLeft(of_off[k], alone, k, [&](int, int token, float2 two) {
-        const float2 by = OfKeys(weights, token), beta = LoadTwo(weights.betas + token);
-        return make_float2(-Weighed(by.x, beta.x * two.x), -Weighed(by.y, beta.y * two.y));
-      });
-      if constexpr (!Gate::kByChannel) {  // else queries are weighed
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float2 by = OfQueries(weights, 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
-          const float2 two = ssm::Unpack(of_dy[k][i]);
-          of_dy[k][i] = ssm::Pack(Weighed(by.x, two.x), Weighed(by.y, two.y));
-        }
-      }
-    }
-    Fade(state, weights);
-    Products::Begin(state);
-    Products::template Across<kD>(state, of_dy, tiles.q);
-    Products::template Across<kD>(state, of_off, tiles.k);
-    Products::Commit();
-    write();
-    Products::template Wait<0>(state);
   }
 };
 

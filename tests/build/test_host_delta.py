@@ -13,10 +13,10 @@ from host_cuda import program
 
 pytestmark = pytest.mark.sources
 bf16, f32 = jnp.bfloat16, np.float32
-CHUNK, KEPT = 64, 512
+CHUNK, KEPT = 64, 1024
 # s, h, g, d, e: one token, chunks that are full and not, more of them than stages, wide and narrow tiles, two slabs of
 # values one of which is not full, of one CTA and of two, states that are kept.
-CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1, 64, 72), (580, 1, 1, 24, 16)]
+CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1, 64, 72), (1090, 1, 1, 24, 16)]
 CHANNEL_CASES = [(200, 2, 1, 128, 72, True), (130, 1, 1, 24, 72, True)]
 # Roundings to bf16 that a term passes at most, as in tests/ops/test_cuda_gated_delta.py.
 ERROR = oracle.ERROR + 5 * 2.0**-9
@@ -196,7 +196,7 @@ def channel_walks(chunk, state, gradient, q, k, v, dy):
 @pytest.mark.parametrize("by_channel", [False, True])
 @pytest.mark.parametrize("s, h, g, d, e", CASES[:4], ids=str)
 def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e, by_channel):
-    """Three rows, each a call of its own: a slab of up to 512 tokens."""
+    """Three rows, each a call of its own."""
     rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=3)
     count = -(-s // CHUNK)
     for i, ids in enumerate(segments):
@@ -242,7 +242,7 @@ GRADIENTS = [
     (100, 2, 1, 128, 128, 128, 1, True),
     (130, 2, 1, 72, 72, 192, 2, True),
     (70, 5, 1, 16, 24, 128, 1, False),
-    (580, 1, 1, 24, 16, 512, 1, True),
+    (1090, 1, 1, 24, 16, 1024, 1, True),
 ]
 
 

@@ -15,7 +15,7 @@ from te_jax.ops.delta.rule import gated_delta_bwd, gated_delta_fwd
 
 pytestmark = pytest.mark.gpu
 bf16, f32 = jnp.bfloat16, jnp.float32
-# s, h, g, d, e, absent: one token, less than a chunk of 64, a chunk, one more, some of the 512 after which a state is
+# s, h, g, d, e, absent: one token, less than a chunk of 64, a chunk, one more, some of the 1024 after which a state is
 # kept; tiles that are full, and not; more heads of a key than a CTA has warps. On a GPU also many chunks.
 CASES = [
     (1, 4, 2, 8, 8, ()),
@@ -24,8 +24,8 @@ CASES = [
     (65, 2, 2, 64, 64, ("segments",)),
     (130, 4, 2, 128, 72, ()),
     (70, 5, 1, 16, 64, ()),
-    (580, 1, 1, 24, 72, ()),
-    (580, 1, 1, 8, 8, ("initial_state",)),
+    (1090, 1, 1, 24, 72, ()),
+    (1090, 1, 1, 8, 8, ("initial_state",)),
     (4099, 2, 1, 128, 128, ()),
 ]
 # With a gate for each channel: several bands of 16 tokens, a chunk that is not full, one more.
@@ -35,7 +35,7 @@ CHANNEL_CASES = [
     (64, 1, 1, 128, 128, ("initial_state",)),
     (65, 2, 2, 64, 64, ("segments",)),
     (130, 1, 1, 72, 72, ()),
-    (580, 1, 1, 8, 8, ()),
+    (1090, 1, 1, 8, 8, ()),
     (4099, 2, 2, 128, 128, ()),
 ]
 LITTLE = [CASES[3], (65, 1, 1, 128, 8, ())]  # with little shared memory
@@ -81,14 +81,14 @@ def check(
 
 @pytest.mark.parametrize("s, h, g, d, e, absent", CASES)
 def test_gated_delta(rng, monkeypatch, s, h, g, d, e, absent):
-    """The backward pass in slabs of one row and 512 tokens."""
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 1)
+    """The backward pass in slabs of one row and 1024 tokens."""
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (1, 1))
     check(rng, s, h, g, d, e, absent)
 
 
 @pytest.mark.parametrize("s, h, g, d, e, absent", CHANNEL_CASES)
 def test_gates_of_channels(rng, monkeypatch, s, h, g, d, e, absent):
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 1)
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (1, 1))
     check(rng, s, h, g, d, e, absent, by_channel=True, errors=CHANNEL_ERRORS)
 
 
@@ -124,14 +124,14 @@ def test_gates_of_a_run_without_a_loss(rng):
 
 
 def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
-    """Two rows and two blocks of 512 tokens: a slab is cut short by the rows, and one by the tokens."""
+    """Two rows and two blocks of 1024 tokens: a slab is cut short by the rows, and one by the tokens."""
     h, d, e = 1, 8, 8
-    of_block = 2 * h * e * 2 * (8 * d + 512) + 8 * h * kernels._chunk_bytes(d, False)
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 4 * of_block)
-    assert kernels._slab_of_rule(3, 1100, h, e, d) == dict(slab_rows=3, slab_tokens=512)
+    of_block = 2 * h * e * 2 * (16 * d + 1024) + 16 * h * kernels._chunk_bytes(d, False)
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (4 * of_block, 4 * of_block))
+    assert kernels._slab_of_rule(3, 2100, h, e, d) == dict(slab_rows=3, slab_tokens=1024)
     monkeypatch.setattr(kernels, "CTAS", 2)
-    assert kernels._slab_of_rule(3, 1100, h, e, d) == dict(slab_rows=2, slab_tokens=1024)
-    check(rng, 1100, h, 1, d, e, (), count=3)
+    assert kernels._slab_of_rule(3, 2100, h, e, d) == dict(slab_rows=2, slab_tokens=2048)
+    check(rng, 2100, h, 1, d, e, (), count=3)
 
 
 def test_keys_as_they_are(rng):
@@ -212,7 +212,7 @@ def test_rows_of_one_call(rng, monkeypatch, by_channel):
     """Rows have the bits that each has in a call of its own, gradients too, where slabs have two rows of three."""
     rows, s, h, d, e = 3, 70, 2, 16, 8
     of_row = 2 * h * e * 2 * (2 * d + 128) + 2 * h * kernels._chunk_bytes(d, by_channel)
-    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", 2 * of_row)
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (2 * of_row, 2 * of_row))
     assert kernels._slab_of_rule(rows, s, h, e, d, by_channel) == dict(slab_rows=2, slab_tokens=128)
     given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, by_channel, bf16, count=rows)
 

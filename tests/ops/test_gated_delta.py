@@ -14,7 +14,7 @@ from te_jax.ops.delta import gated_delta
 from te_jax.ops.delta.chunk import inverse
 
 # s, h, g, d, e, gate by channel, dtype, absent: a token, below, at and behind a chunk of 64 and its blocks of 16, and
-# behind 512; both gates; shared keys; all d and types.
+# behind 1024; both gates; shared keys; all d and types.
 PROGRAMS = [
     (1, 2, 1, 64, 16, False, jnp.float32, ()),
     (5, 4, 2, 8, 8, True, jnp.float32, ()),
@@ -26,7 +26,7 @@ PROGRAMS = [
     (20, 1, 1, 128, 128, False, jnp.float32, ()),
     (17, 1, 1, 128, 16, True, jnp.float16, ()),
     (9, 1, 1, 256, 64, False, jnp.bfloat16, ()),
-    (530, 1, 1, 8, 8, True, jnp.float32, ()),
+    (1030, 1, 1, 8, 8, True, jnp.float32, ()),
 ]
 
 
@@ -106,8 +106,8 @@ def test_similar_keys(rng):
 
 
 def test_what_the_backward_pass_keeps():
-    """The operands, and a state for each 512 tokens: nothing else as large, and no state of a token."""
-    args = [jnp.zeros(shape) for shape in (*[(1, 999, 1, 16)] * 2, (1, 999, 2, 8), (1, 999, 2), (1, 999, 2, 16))]
+    """The operands, and a state for each 1024 tokens: nothing else as large, and no state of a token."""
+    args = [jnp.zeros(shape) for shape in (*[(1, 1999, 1, 16)] * 2, (1, 1999, 2, 8), (1, 1999, 2), (1, 1999, 2, 16))]
     _, pull = jax.eval_shape(lambda *args: jax.vjp(gated_delta, *args), *args)
     kept = sorted(a.shape for a in jax.tree.leaves(pull))
     assert kept == sorted([*(a.shape for a in args), (1, 2, 2, 16, 8)])

@@ -12,11 +12,13 @@ from te_jax.ops.formats import ceil_div
 from te_jax.ops.ssm.pieces import CTAS
 from te_jax.ops.ssm.runs import runs_and_rows
 
-KEPT = 512
+KEPT = 1024
 """Tokens: how often the state is kept for the backward pass."""
 _MOST = 128  # channels
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
-_RULE_SLAB_BYTES = 128 << 20  # of what the kernels of a slab of the backward pass exchange, and of its chunks
+# Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
+# least and at most so many. Fewer slabs are faster.
+_RULE_SLAB_BYTES = 128 << 20, 256 << 20
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -53,16 +55,18 @@ def rule_bwd(
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
     given = dy, dfinal, q, k, v, beta, gate, states
     runs, dy, dfinal, q, k, rows, beta, gate, states = runs_and_rows(v.ndim - 3, segments, *given)
-    attrs |= _slab_of_rule(*rows.shape, k.shape[-1], gate.shape[-1] > 1)
+    operands = sum(a.size * a.dtype.itemsize for a in (dy, q, k, rows, gate))
+    attrs |= _slab_of_rule(*rows.shape, k.shape[-1], gate.shape[-1] > 1, operands)
     results = call(dy, dfinal, q, k, rows, beta, gate, runs, states, **attrs)
     whole = [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
     return [a.astype(types.get(name, a.dtype)) for name, a in zip(call.keywords["outputs"], whole, strict=True)]
 
 
-def _slab_of_rule(rows, s, h, e, d, by_channel=False):
+def _slab_of_rule(rows, s, h, e, d, by_channel=False, operands=0):
     """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
     block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
-    blocks = max(1, _RULE_SLAB_BYTES // sum(_slab_bytes(block, h, e, d, by_channel)))
+    least, most = _RULE_SLAB_BYTES
+    blocks = max(1, min(max(operands // 2, least), most) // sum(_slab_bytes(block, h, e, d, by_channel)))
     # A CTA walks over the tokens of a row and head: of long rows so many that each SM has one.
     slab_rows = min(rows, blocks, max(1, CTAS // h) if s > KEPT else 256)
     tokens = block * min(blocks // slab_rows, ceil_div(s, block), 64)
