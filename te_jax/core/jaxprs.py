@@ -5,7 +5,10 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.core import ShapedArray
 from jax.extend.core import ClosedJaxpr, Jaxpr, JaxprEqn, jaxpr_as_fun
+
+from te_jax.core.types import on_explicit_mesh
 
 ARRAYS = jax.Array | np.ndarray | np.generic
 
@@ -54,6 +57,15 @@ def _rewritten(jaxpr, enters, replace, seen):
             new = new if jaxpr is inner else jaxpr.replace(jaxpr=new)
         seen[id(jaxpr)] = jaxpr, new
     return seen[id(jaxpr)][1]
+
+
+def equation_of(fun: Callable[..., Any], types: Sequence[ShapedArray], old: JaxprEqn) -> JaxprEqn:
+    """The one equation of `fun`, called with arrays of these types where the equation `old` is."""
+    sharding = lambda aval: aval.sharding if on_explicit_mesh(aval) else None
+    with old.ctx.manager:
+        called = jax.make_jaxpr(fun)(*(jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(a)) for a in types))
+    (eqn,) = called.jaxpr.eqns
+    return eqn.replace(ctx=old.ctx, source_info=old.source_info)
 
 
 def has_jaxprs(eqn: JaxprEqn) -> bool:

@@ -8,9 +8,13 @@ array for each dtype they are two.
 
 Autodiff makes these loops. So `plain_loops` goes over a function that is differentiated already, and puts a
 `lax.while_loop` in place of each scan.
+
+When text is generated, layers read stacks of keys and values and write them anew with one more token. Operand and
+result of a scan are two arrays, so XLA copies each layer's rows out of one and into the other, and for the next token
+all of the other back. The steps of a `lax.while_loop` hand on one array, into which each writes its token.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from itertools import accumulate
 from math import prod
@@ -21,11 +25,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.extend.core import JaxprEqn, jaxpr_as_fun
+from jax.extend.core import JaxprEqn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from te_jax.core.jaxprs import run_rewritten, without_constants
+from te_jax.core.jaxprs import equation_of, run_rewritten, without_constants
 from te_jax.core.placement import mesh_axes, spec_of_sharding
+from te_jax.core.stack_writes import with_stacks
 from te_jax.core.types import on_explicit_mesh, splittable_axes, varying_axes
 
 _FILL_BYTES = 2**20  # bytes of a result whose zeros take longer than a kernel's launch
@@ -36,8 +41,9 @@ _NESTED = {"jit", "pjit", "scan", "while", "cond", "checkpoint", "remat", "remat
 
 
 def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`fun`, whose scans do not fill their results with zeros first, and read and write the numbers of a step together
-    (not on Explicit meshes), where one of their results has a MiB or more.
+    """`fun`, whose scans do not fill their results with zeros first, write single entries of a row into the stack, and
+    read and write the numbers of a step together (not on Explicit meshes), where one of their results has a MiB or
+    more.
 
     fun: a function that returns arrays in trees. Of its arguments, arrays are traced, and other leaves are static.
 
@@ -61,11 +67,8 @@ def _other_loop(eqn: JaxprEqn) -> JaxprEqn:
     if eqn.primitive.name != "scan" or not (step := _Step(eqn)).is_worth_a_loop:
         return eqn
     scan = lambda *args: eqn.primitive.bind(*args, **eqn.params)
-    sharding = lambda aval: aval.sharding if on_explicit_mesh(aval) else None
-    types = [jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=sharding(a)) for a in _avals(eqn.invars)]
-    with eqn.ctx.manager:
-        (loop,) = jax.make_jaxpr(_loop(scan, step))(*types).jaxpr.eqns
-    return loop.replace(invars=eqn.invars, outvars=eqn.outvars, ctx=eqn.ctx, source_info=eqn.source_info)
+    loop = equation_of(_loop(scan, step), _avals(eqn.invars), eqn)
+    return loop.replace(invars=eqn.invars, outvars=eqn.outvars)
 
 
 def _avals(variables: Sequence[Any]) -> list[ShapedArray]:
@@ -82,33 +85,35 @@ def _stacked(of_loop: Sequence[Any], of_step: Sequence[Any]) -> int:
 class _Step:
     """What the equation of a scan says of it.
 
-    shared, carried: how many operands all steps read, and how many one step hands to the next.
-    xs, ys: the types of what a step reads of stacks and writes to stacks. results: of the stacks it writes.
+    shared, carried: how many operands all steps read, and how many one step hands to the next. first: the place of the
+    first stack behind both.
+    stacks, results: the types of the stacks that steps read and write. xs, ys: of a step's rows of them.
     """
 
     def __init__(self, eqn: JaxprEqn) -> None:
-        self.length, self.reverse, body = (eqn.params[name] for name in ("length", "reverse", "jaxpr"))
-        inner = without_constants(body)
-        self.run = jaxpr_as_fun(body)
+        self.length, self.reverse, self.body = (eqn.params[name] for name in ("length", "reverse", "jaxpr"))
+        inner = without_constants(self.body)
         self.carried = len(eqn.outvars) - _stacked(eqn.outvars, inner.outvars)
         self.shared = len(eqn.invars) - _stacked(eqn.invars, inner.invars) - self.carried
-        self.xs = _avals(inner.invars[self.shared + self.carried :])
-        self.ys, self.results = _avals(inner.outvars[self.carried :]), _avals(eqn.outvars[self.carried :])
-        types = _avals([*eqn.invars, *eqn.outvars])
+        self.first = self.shared + self.carried
+        self.stacks, self.results = _avals(eqn.invars[self.first :]), _avals(eqn.outvars[self.carried :])
+        self.xs, self.ys = _avals(inner.invars[self.first :]), _avals(inner.outvars[self.carried :])
+        operands, results = _avals(eqn.invars), _avals(eqn.outvars)
         with eqn.ctx.manager:
             mesh = jax.sharding.get_abstract_mesh()
-        self.on_explicit_mesh = any(isinstance(a, ShapedArray) and on_explicit_mesh(a) for a in types)
-        known = eqn.params["unroll"] == 1 and all(_is_plain(a, mesh) for a in types)
-        known = known and not any(a.weak_type for a in _avals(eqn.outvars))
+        self.on_explicit_mesh = any(isinstance(a, ShapedArray) and on_explicit_mesh(a) for a in (*operands, *results))
+        known = eqn.params["unroll"] == 1 and all(_is_plain(a, mesh, made=False) for a in operands)
+        known = known and all(_is_plain(a, mesh, made=True) and not a.weak_type for a in results)
         self.is_worth_a_loop = known and any(map(_is_large, self.results))
 
 
-def _is_plain(aval: Any, mesh: Any) -> bool:
+def _is_plain(aval: Any, mesh: Any, made: bool) -> bool:
     """Whether an array of the type `aval`, in the context of `mesh`, can be made of empty memory, by each device its
-    part."""
+    part. made: whether it is to be; a constant is read on Explicit meshes whose type shows no mesh."""
     if not isinstance(aval, ShapedArray) or not all(isinstance(n, int) for n in aval.shape):
         return False
     spec, own = aval.sharding.spec, aval.sharding.mesh
+    mesh = own if own.empty and not made else mesh
     kinds = {*mesh.axis_types, *own.axis_types}
     on_mesh = kinds <= {AxisType.Auto} or (kinds == {AxisType.Explicit} and own == mesh)
     whole = not (spec.unreduced or spec.reduced or varying_axes(aval))
@@ -122,28 +127,43 @@ def _is_large(aval: ShapedArray) -> bool:
 def _loop(scan: Callable[..., Any], step: _Step) -> Callable[..., list[jax.Array]]:
     """What the function `scan` computes of its operands."""
     together = not step.on_explicit_mesh  # there reshapes would have to say shardings
-    xs_rows, ys_rows = _Rows(step.xs, together), _Rows(step.ys, together)
+    run_step, written = with_stacks(step.body, (step.first, step.carried), step.stacks, step.results)
+    sources, targets = list(written), list(written.values())
+    xs_rows, ys_rows = _Rows(_without(step.xs, sources), together), _Rows(_without(step.ys, targets), together)
+    results = ys_rows.pack_types(_without(step.results, targets), step.length)
 
     @jax.custom_jvp
     def loop(*args):
-        consts, carry, xs = args[: step.shared], args[step.shared :][: step.carried], args[step.shared + step.carried :]
-        xs = xs_rows.pack(xs, 1)
+        consts, carry, xs = args[: step.shared], args[step.shared : step.first], args[step.first :]
+        stacks, xs = [xs[i] for i in sources], xs_rows.pack(_without(xs, sources), 1)
 
         def run(state):
-            i, carry, ys = state
+            i, carry, stacks, ys = state
             at = step.length - 1 - i if step.reverse else i
             given = [lax.dynamic_index_in_dim(x, at, keepdims=False, allow_negative_indices=False) for x in xs]
-            out = step.run(*consts, *carry, *xs_rows.unpack(given, 0))
+            given = _interleaved(xs_rows.unpack(given, 0), dict(zip(sources, stacks)))
+            out = run_step(at, *consts, *carry, *given)
+            carry, out = out[: step.carried], out[step.carried :]
             write = partial(lax.dynamic_update_index_in_dim, index=at, axis=0, allow_negative_indices=False)
-            new = ys_rows.pack(out[step.carried :], 0)
-            return i + 1, out[: step.carried], list(map(write, ys, new))
+            new = ys_rows.pack(_without(out, targets), 0)
+            return i + 1, carry, [out[i] for i in targets], list(map(write, ys, new))
 
-        start = jnp.array(0), [*carry], list(map(_unfilled, ys_rows.pack_types(step.results, step.length)))
-        _, carry, ys = lax.while_loop(lambda state: state[0] < step.length, run, start)
-        return [*carry, *ys_rows.unpack(ys, 1)]
+        start = jnp.array(0), [*carry], stacks, list(map(_unfilled, results))
+        _, carry, stacks, ys = lax.while_loop(lambda state: state[0] < step.length, run, start)
+        return [*carry, *_interleaved(ys_rows.unpack(ys, 1), dict(zip(targets, stacks)))]
 
     loop.defjvp(lambda primals, tangents: jax.jvp(scan, primals, tangents))  # jax transposes no loop but a scan
     return loop
+
+
+def _without(values: Sequence[Any], places: Collection[int]) -> list[Any]:
+    return [value for i, value in enumerate(values) if i not in places]
+
+
+def _interleaved(values: Sequence[Any], others: Mapping[int, Any]) -> list[Any]:
+    """`values`, and others at their places."""
+    rest = iter(values)
+    return [others[i] if i in others else next(rest) for i in range(len(values) + len(others))]
 
 
 class _Rows:

@@ -212,7 +212,10 @@ class KVCache(CachedKeys):
         if on_explicit_mesh(jax.typeof(new)):
             spec = list(jax.typeof(new).sharding.spec)
             spec[1 - batch] = None  # a shard holds whole rows
-            cached, new = (jax.sharding.reshard(x, PartitionSpec(*spec)) for x in (cached, new))
+            # Of layers in a loop the cache is a row of a stack, which is copied where it moves before it is written.
+            moves = list(jax.typeof(cached).sharding.spec) != spec
+            cached = jax.sharding.reshard(cached, PartitionSpec(*spec)) if moves else cached
+            new = jax.sharding.reshard(new, PartitionSpec(*spec))
             slots = jax.sharding.reshard(slots, PartitionSpec(spec[batch], None))
         # The writes go by rows, so that the partitioner sees that the batch stays an axis.
         write = lambda row, tokens, at: row.at[at].set(tokens, mode="drop", unique_indices=True)

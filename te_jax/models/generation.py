@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from te_jax.core.arrays import known_values
 from te_jax.core.check import INTEGERS, NONE, Kind, KnownFields, check, integer, number
+from te_jax.core.loops import plain_loops
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
 from te_jax.models.encoder import EncoderDecoder
@@ -113,7 +114,8 @@ def write_tokens(
         options = dict(positions=positions, decode=True, at=jnp.zeros_like(token), mutable=["cache"])
         return (model.apply({**variables, **cache}, token[:, None], **options, **context), over), token
 
-    (state, _), tokens = jax.lax.scan(step, (state, jnp.zeros(lengths.shape, bool)), jnp.arange(count))
+    loop = plain_loops(lambda *start: jax.lax.scan(step, start, jnp.arange(count)))
+    (state, _), tokens = loop(state, jnp.zeros(lengths.shape, bool))
     return tokens.T, state
 
 

@@ -10,7 +10,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
@@ -20,6 +20,7 @@ from te_jax.core import loops
 from te_jax.core.loops import plain_loops
 
 STEPS, ROWS, WIDTH = 5, 16, 8
+FACTORS = np.linspace(0, 0.25, WIDTH, dtype=np.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -175,10 +176,10 @@ def test_scans_on_meshes_of_both_kinds_stay():
 
 
 def of_rows(w, x):
-    """Layers whose rows lie as the rows of x do."""
+    """Layers whose rows lie as the rows of x do, with a constant of the host."""
     mesh = jax.typeof(x).sharding.mesh
     lie = NamedSharding(mesh, P("rows")) if AxisType.Explicit in mesh.axis_types else None
-    layer = lambda x, w: (jnp.tanh(jnp.einsum("rc,cd->rd", x, w, out_sharding=lie)), None)
+    layer = lambda x, w: (jnp.tanh(jnp.einsum("rc,cd->rd", x, w, out_sharding=lie)) * jnp.sum(FACTORS), None)
     return jnp.sum(lax.scan(layer, x, w)[0] ** 2)
 
 
@@ -274,3 +275,73 @@ def test_a_scanned_model(in_fp8):
             assert ("while[" in str(jax.make_jaxpr(step)(variables, x))) == (least == 16)
             found.append(step(variables, x))
     jax.tree.map(np.testing.assert_array_equal, *found)
+
+
+# -- entries of a stack ---------------------------------------------------------------------------------------
+
+
+def set_token(row, new, at):
+    return row.at[at].set(new, mode="drop", unique_indices=True)
+
+
+def add_token(row, new, at):
+    return row.at[at].add(new, mode="drop", unique_indices=True)
+
+
+def apply_sine(row, new, at):
+    return row.at[at].apply(jnp.sin, mode="drop", unique_indices=True)
+
+
+def with_entries(stack, x, at, write=set_token, read=lambda old, new: new, **options):
+    """Layers that write tokens x [b, w] into slots at [b, 1] of caches [b, t, w], and read the caches."""
+
+    def layer(x, rows):
+        new = {name: jax.vmap(write)(row, jnp.sin(x)[:, None], at) for name, row in rows.items()}
+        new["keys"] = lax.with_sharding_constraint(new["keys"], SingleDeviceSharding(jax.devices()[0]))
+        return jnp.tanh(x + jnp.sum(read(rows["keys"], new["keys"]) * new["values"], 1)), (jnp.sum(x), new)
+
+    return lax.scan(layer, x, stack, **options)
+
+
+def caches(slots=4, rows=3):
+    rng = np.random.default_rng()
+    stack = {
+        name: jnp.asarray(rng.normal(size=(STEPS, rows, slots, WIDTH)), jnp.float32) for name in ("keys", "values")
+    }
+    return stack, jnp.asarray(rng.normal(size=(rows, WIDTH)), jnp.float32), jnp.asarray([[0], [slots - 1], [slots]])
+
+
+@pytest.mark.parametrize(
+    ("options", "in_place"),
+    [
+        (dict(), 2),
+        (dict(reverse=True), 2),
+        (dict(read=lambda old, new: old + new), 1),  # the old row would have to be read before
+        (dict(write=add_token), 0),
+        (dict(write=apply_sine), 0),
+    ],
+    ids=["forwards", "backwards", "read", "added", "applied"],
+)
+def test_entries_are_written_into_the_stack(options, in_place):
+    """One token is in no slot, and is dropped."""
+    args, run = caches(), lambda *args: with_entries(*args, **options)
+    assert str(jax.make_jaxpr(plain_loops(run))(*args)).count("name=_write") == in_place
+    jax.tree.map(np.testing.assert_array_equal, jax.jit(plain_loops(run))(*args), jax.jit(run)(*args))
+
+
+def test_a_donated_stack_stays_where_it_is():
+    """Neither XLA nor the loop has a second one; a scan has."""
+    args, memory = caches(slots=256), []
+    for run in (plain_loops(with_entries), with_entries):
+        compiled = jax.jit(lambda *args, run=run: run(*args), donate_argnums=0).lower(*args).compile()
+        memory.append(compiled.memory_analysis().temp_size_in_bytes)
+    one = args[0]["keys"].nbytes
+    assert memory[0] < one < 2 * one <= memory[1]
+
+
+def test_derivatives_of_written_entries():
+    args = caches()
+    tangent = lambda f: lambda stack, x, at: jax.jvp(lambda stack, x: f(stack, x, at), (stack, x), (stack, x))
+    grad = lambda f: jax.grad(lambda stack, x, at: jnp.sum(f(stack, x, at)[0] ** 2), (0, 1))
+    for of in (tangent, grad):
+        check_close(jax.jit(of(plain_loops(with_entries)))(*args), jax.jit(of(with_entries))(*args))

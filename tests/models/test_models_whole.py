@@ -14,7 +14,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import te_jax as te
+from te_jax.core import loops
 from te_jax.models import (
+    GREEDY,
     SIZES,
     CausalLM,
     EncoderDecoder,
@@ -23,7 +25,9 @@ from te_jax.models import (
     Sampling,
     generate,
     published,
+    read_prompts,
     unscan,
+    write_tokens,
 )
 from te_jax.models.stack import place_of_layer
 from te_jax.ops.attention import SequenceDescriptor
@@ -271,6 +275,32 @@ def test_greedy_words_are_those_without_a_cache(name, tokens):
     first, second = -jnp.sort(-z, -1)[..., 0], -jnp.sort(-z, -1)[..., 1]
     assert jnp.min(first - second) > 1e-4, "no ties"
     np.testing.assert_array_equal(got, jnp.argmax(z, -1))
+
+
+@pytest.mark.parametrize("name", ["mistral-7b", "deepseek-v3"])
+def test_scanned_layers_write_one_token_into_the_cache(name, tokens, monkeypatch):
+    """Bits are those of a scan, which has a second cache; the loop has none, and takes the first as it is donated."""
+    config = with_latents(name).with_layer(moe=None) if name == "deepseek-v3" else tiny(name)
+    model, variables = made(CausalLM, replace(config, first=(), pattern=()), tokens)
+    lengths, rest = jnp.array([S, 4]), dict(count=3, choose=GREEDY.choose)
+    state = jit(lambda variables: read_prompts(model, variables, tokens, lengths, 1024))(variables)
+    one = max(leaf.nbytes for leaf in jax.tree.leaves(state[1]))
+    found = []
+    for least in (2**62, 2**10):
+        monkeypatch.setattr(loops, "_FILL_BYTES", least)
+        write = lambda variables, state: write_tokens(model, variables, state, lengths, None, **rest)
+        compiled = jit(write, donate_argnums=1).lower(variables, state).compile()
+        found.append((compiled.memory_analysis(), compiled(variables, jax.tree.map(jnp.copy, state))))
+    (of_scan, want), (of_loop, got) = found
+    assert of_scan.temp_size_in_bytes - of_loop.temp_size_in_bytes > one
+    assert of_loop.alias_size_in_bytes > one
+    jax.tree.map(np.testing.assert_array_equal, got, want)
+    mesh = jax.make_mesh((2, 2), ("fsdp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(fsdp_resource="fsdp", tp_resource="tp")):
+        placed = jax.device_put(variables, jax.NamedSharding(mesh, P()))
+        rows = jax.device_put(tokens, jax.NamedSharding(mesh, P("fsdp")))
+        on_mesh = jax.make_jaxpr(lambda variables, tokens: generate(model, variables, tokens, 3))(placed, rows)
+    assert str(on_mesh).count("name=_write") == 2, "keys and values, or what stands for them"
 
 
 def test_encoder_decoder(tokens):
