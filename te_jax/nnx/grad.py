@@ -74,26 +74,23 @@ def value_and_grad(
     check(_VALUE_AND_GRAD, "expert_bias_rate", expert_bias_rate, number(least=0))
     name = getattr(f, "__name__", repr(f))
 
+    def call(*args):
+        *args, kwargs = args
+        out = f(*args, **kwargs)
+        check_result(_VALUE_AND_GRAD, name, out, has_aux)
+        return out
+
     @partial(nnx.jit, static_argnums=(0, 1))
     def run(static, model_at, args, kwargs):
-        args = list(args)
-        for at, value in static:
-            args[at] = value
+        args = [a if known is ... else known for known, a in zip(static, args)]
         model = args[model_at]
         _check_selection(model, wrt)
         nnx.pop(model, Loss)  # of calls before this one
         moves = _moves_state(model)
-
-        def call(*args):
-            *args, kwargs = args
-            out = _combine_uses(f, args, kwargs, model_at, has_aux, name) if moves else f(*args, **kwargs)
-            check_result(_VALUE_AND_GRAD, name, out, has_aux)
-            return out
-
-        moved = [kind for kind, is_so in ((Fp8State, moves), (ExpertBias, True)) if is_so]
-        differentiated = nnx.DiffState(model_at, nnx.Any(wrt, *moved))
+        uses = _combining_uses(call, model_at, has_aux) if moves else call
+        differentiated = nnx.DiffState(model_at, nnx.Any(wrt, ExpertBias, moves and Fp8State))
         with errors_of_amaxes(_VALUE_AND_GRAD, "map and loop over it by nnx.vmap and nnx.scan"):
-            step = nnx.value_and_grad(call, argnums=differentiated, has_aux=has_aux)
+            step = nnx.value_and_grad(uses, argnums=differentiated, has_aux=has_aux)
             value, grads = _in_plain_loops(step, (*args, kwargs))
         _drop_losses(model)
         return value, _update_state(model, grads, moves, expert_bias_rate)
@@ -102,7 +99,7 @@ def value_and_grad(
     def value_and_grad_of_f(*args, **kwargs):
         check_places(_VALUE_AND_GRAD, name, (argnums,), len(args))
         check(_VALUE_AND_GRAD, f"argument {argnums} of {name}", args[argnums], _DIFFERENTIABLE)
-        static = tuple((at, a) for at, a in enumerate(args) if _is_static(a))
+        static = tuple(a if _is_static(a) else ... for a in args)
         traced = tuple(None if _is_static(a) else a for a in args)
         return run(static, range(len(args))[argnums], traced, kwargs)
 
@@ -191,15 +188,18 @@ def _is_static(argument) -> bool:
     return argument is None or isinstance(argument, bool | str) or function
 
 
-def _combine_uses(f: Callable, args, kwargs, model_at: int, has_aux: bool, name: str):
-    """The result of `f`, in which all uses of the model's FP8 state combine by max (see `te_jax.combine`)."""
-    model = args[model_at]
-    state = nnx.state(model, Fp8State)
-    amaxes = combine_by_max(collections_of(state))
-    nnx.update(model, with_collections(state, amaxes))
-    out = f(*args, **kwargs)
-    nnx.update(model, state)
-    check_result(_VALUE_AND_GRAD, name, out, has_aux)
-    value, *aux = out if has_aux else (out,)
-    value = reach(value, amaxes[FP8_COLLECTION])
-    return (value, *aux) if has_aux else value
+def _combining_uses(f: Callable, model_at: int, has_aux: bool) -> Callable:
+    """`f`, in which all uses of the model's FP8 state combine by max (see `te_jax.combine`)."""
+
+    def call(*args):
+        model = args[model_at]
+        state = nnx.state(model, Fp8State)
+        amaxes = combine_by_max(collections_of(state))
+        nnx.update(model, with_collections(state, amaxes))
+        out = f(*args)
+        nnx.update(model, state)
+        value, *aux = out if has_aux else (out,)
+        value = reach(value, amaxes[FP8_COLLECTION])
+        return (value, *aux) if has_aux else value
+
+    return call
