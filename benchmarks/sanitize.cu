@@ -102,7 +102,7 @@ void Delta(const Sizes& of, bool by_channel = false) {
   const int64_t of_chunk = by_channel ? (n > 64 ? 66432 : 41600) : 18192;
   const int64_t of_chunks = rows * CeilDiv(s, 64) * h * of_chunk;
   const int64_t of_slab = slab_rows * slab_tokens * h * p * 2;
-  const Ret states = Written(F32, {rows, CeilDiv(s, 512), h, n, p});
+  const Ret states = Written(F32, {rows, CeilDiv(s, 1024), h, n, p});
   Check("te_gated_delta_fwd",
         LaunchGatedDeltaFwd(nullptr, q, k, v, beta, gate, runs, initial, Written(BF16, {rows, s, h, p}),
                             Written(F32, {rows, h, n, p}), states, Written(U8, {of_chunks}), 0.1, true,
@@ -164,9 +164,9 @@ void All() {
   Scan({3, 70, 4, 1, 64, 64, 0, 2, 128, 4}, false, true);
   Scan({1, 150, 2, 1, 72, 128, 40, 1, 192, 2}, true, true);  // not wgmma: a gate, and more than 64 channels
   Scan({1, 90, 1, 1, 32, 256, 0, 1, 64, 1}, true, false);
-  Delta({2, 200, 3, 1, 64, 128, 0, 1, 256, 1}), Delta({1, 600, 2, 2, 72, 24, 150, 1, 512, 1});
+  Delta({2, 200, 3, 1, 64, 128, 0, 1, 256, 1}), Delta({1, 1100, 2, 2, 72, 24, 150, 1, 1024, 1});
   Delta({3, 70, 4, 2, 128, 64, 30, 2, 128, 1});
-  Delta({2, 200, 2, 1, 64, 128, 0, 1, 256, 1}, true), Delta({1, 600, 2, 2, 72, 24, 150, 1, 512, 1}, true);
+  Delta({2, 200, 2, 1, 64, 128, 0, 1, 256, 1}, true), Delta({1, 1100, 2, 2, 72, 24, 150, 1, 1024, 1}, true);
   Delta({3, 70, 4, 2, 128, 64, 30, 2, 128, 1}, true);
   Convolution(2, 66, 264, 2, 0, F32), Convolution(2, 99, 264, 3, 20, F32),
       Convolution(2, 132, 264, 4, 0, BF16);
