@@ -39,9 +39,10 @@ from te_jax.flax._keys import KEYS_VALUES_OF_CALL
 from te_jax.flax._refused import Refused
 from te_jax.flax._state import describe
 from te_jax.layers.experts.devices import EXCHANGE
+from te_jax.layers.loss.head import IGNORE_INDEX
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
-from te_jax.ops.quantize.activation import ACTIVATIONS
+from te_jax.ops.quantize.activation import ACTIVATIONS, PARAMS
 from te_jax.ops.rope import METHOD, WINDOWS, PositionSections, Scaling
 from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
@@ -85,7 +86,6 @@ _WIDTHS = Kind(
     lambda value: _POSITIVE.is_type(value) or (POSITIVE_INTS.is_type(value) and all(map(_POSITIVE.is_type, value))),
 )
 _TWO_INTS = integer() | tuple_of(integer())
-_PARAMS = Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
 _SCALING = Kind(
     "None, LinearScaling, NTKScaling, Llama3Scaling, YarnScaling or ProportionalScaling of te_jax.ops.rope",
     lambda value: value is None or isinstance(value, Scaling),
@@ -151,7 +151,7 @@ FIELDS: dict[str, Kind] = {
     **_each(RATE, "label_smoothing"),
     **_each(number(least=0), "z_loss"),
     **_each(NONE | number(above=0), "logit_softcap"),
-    **_each(NONE | integer(), "ignore_index"),
+    **_each(IGNORE_INDEX, "ignore_index"),
     # switches
     **_each(BOOL, "use_bias enable_layernorm zero_centered_gamma return_layernorm_output return_bias"),
     **_each(BOOL, "input_layernorm output_layernorm apply_residual_connection_post_layernorm fuse_qkv_params"),
@@ -192,7 +192,7 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | _LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),
     # activations, positions
     **_each(ACTIVATIONS, "activations mlp_activations"),
-    **_each(NONE | _PARAMS, "activation_params mlp_activation_params"),
+    **_each(PARAMS, "activation_params mlp_activation_params"),
     **_each(WINDOWS, "rotary_pos_emb_windows"),
     **_each(METHOD, "rotary_pos_emb_group_method"),
     **_each(NONE | integer(), "rotary_pos_emb_dim"),

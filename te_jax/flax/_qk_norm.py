@@ -38,7 +38,7 @@ def normalize_values(module: nn.Module, arrays: tuple[jax.Array, ...]) -> tuple[
 def _normalize_across_heads(module: nn.Module, name: str, x: jax.Array) -> jax.Array:
     """x [b, s, heads, d], normalized over heads and d, which each device has whole meanwhile."""
     names, _ = split_over(x, -2)
-    joined = place_axis(x, -2, ()).reshape(*x.shape[:2], -1)
+    joined = place_axis(x, -2, ()).reshape(*x.shape[:-2], x.shape[-2] * x.shape[-1])
     return place_axis(_normalize_over_channels(module, name, joined).reshape(x.shape), -2, names)
 
 

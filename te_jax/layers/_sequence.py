@@ -106,7 +106,7 @@ def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
 
 def _by_channels(a):
     """[b, s, heads, d] -> [b, s, heads*d]."""
-    return a.reshape(*a.shape[:2], -1)
+    return a.reshape(*a.shape[:2], math.prod(a.shape[2:]))
 
 
 # -- a sequence that devices share --------------------------------------------------------------------------------

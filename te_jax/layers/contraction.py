@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from te_jax.core.arrays import as_jax
+from te_jax.core.check import ARRAY, FLOATING, NONE, check
 from te_jax.layers.linear import dense
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
@@ -52,12 +53,18 @@ def dot_general(
     recipe, metas, checkpoint, name: as in `dense`. Without a recipe this is `jax.lax.dot_general`.
 
     Returns [*free axes of lhs, *free axes of rhs]. Raises ValueError under a recipe for batch axes, operands of
-    other dtypes, no contracted axis and a higher precision; otherwise as `dense`.
+    other dtypes, no contracted axis and a higher precision; for axes as `jax.lax.dot_general`; otherwise as `dense`.
     """
     if recipe is None:
         types = dict(precision=precision, preferred_element_type=preferred_element_type)
         return lax.dot_general(lhs, rhs, dimension_numbers, out_sharding=out_sharding, **types)
     lhs, rhs = as_jax(lhs, rhs)
+    for what, a, kind in (
+        ("lhs", lhs, ARRAY), ("rhs", rhs, ARRAY), ("preferred_element_type", preferred_element_type, NONE | FLOATING)
+    ):  # fmt: skip
+        check(name, what, a, kind)
+    types = (jax.ShapeDtypeStruct(a.shape, jnp.float32) for a in (lhs, rhs))
+    jax.eval_shape(lambda *both: lax.dot_general(*both, dimension_numbers), *types)  # Refuses axes that they lack.
     if why := why_not_fp8(lhs, rhs, dimension_numbers):
         raise ValueError(f"{name}: dimension_numbers is {dimension_numbers!r}, but {why}; use jax.lax.dot_general.")
     _check_precision(name, precision)

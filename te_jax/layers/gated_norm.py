@@ -13,7 +13,7 @@ from te_jax.core.check import BOOL, FLOATS_ARRAY, NONE, STRING, check, integer, 
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.layers.config import Config
-from te_jax.layers.linear import check_dense, check_residual, dense
+from te_jax.layers.linear import check_dense, check_recipe_and_metas, check_residual, check_shardings, dense
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
@@ -93,6 +93,7 @@ def gated_norm_dense(
     """
     x, z, gamma, kernel, bias, residual = as_jax(x, z, gamma, kernel, bias, residual)
     _check_gated(name, x, z, gamma, groups, epsilon, norm_before_gate)
+    check_recipe_and_metas(name, recipe, metas)
     if not quantizes_gated_norm(x, z, gamma, groups, recipe):
         norm = dict(groups=groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
         y = gated_rmsnorm(x, z, gamma, **norm, name=name)
@@ -101,7 +102,9 @@ def gated_norm_dense(
     weight, flat = resolve_weight(name, kernel, 1, recipe), x.reshape(_joined(x))
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, flat, wide_of(weight), bias, 1, recipe, metas)
-    check_residual(name, residual, (*flat.shape[:-1], *wide_of(weight).shape[1:]), x.dtype)
+    shape = (*flat.shape[:-1], *wide_of(weight).shape[1:])
+    check_residual(name, residual, shape, x.dtype)
+    check_shardings(name, shape, out, grad_spec=grad_spec, tokens=tokens)
     out = jax.tree.map(jax.typeof, out)
     others = dict(checkpoint=checkpoint, residual=residual, out=out, grad_spec=grad_spec, tokens=tokens)
     config = Config.of(flat, weight, bias, 1, recipe, **others)
@@ -176,8 +179,9 @@ def _gated(x, z, gamma, groups, epsilon, norm_before_gate, activation):
     of_heads = jnp.mean(jnp.square(x), -1)
     if on_explicit_mesh(aval := jax.typeof(of_heads)):  # Devices that share a group's heads exchange these numbers.
         of_heads = jax.sharding.reshard(of_heads, PartitionSpec(*aval.sharding.spec[:-1], None))
-    mean_square = jnp.mean(of_heads.reshape(*of_heads.shape[:-1], groups, -1), -1)
-    rstd = jnp.repeat(jax.lax.rsqrt(mean_square + epsilon), x.shape[-2] // groups, -1)
+    heads = x.shape[-2] // groups
+    mean_square = jnp.mean(of_heads.reshape(*of_heads.shape[:-1], groups, heads), -1)
+    rstd = jnp.repeat(jax.lax.rsqrt(mean_square + epsilon), heads, -1)
     normed = x * rstd[..., None] * as_rank(gamma.astype(wide).reshape(x.shape[-2:]), x.ndim)
     return normed * gate if norm_before_gate else normed
 

@@ -21,6 +21,7 @@ from te_jax.ops.formats import format_of
 from te_jax.ops.gemm.dense import dot
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
+from te_jax.sharding.constraints import check_spec
 from te_jax.state import fp8
 
 
@@ -62,7 +63,9 @@ def dense(
     weight = resolve_weight(name, kernel, contract, recipe)
     check(name, "checkpoint", checkpoint, NONE | STRING)
     check_dense(name, x, wide_of(weight), bias, contract, recipe, metas)
-    check_residual(name, residual, (*x.shape[: x.ndim - contract], *wide_of(weight).shape[contract:]), x.dtype)
+    shape = (*x.shape[: x.ndim - contract], *wide_of(weight).shape[contract:])
+    check_residual(name, residual, shape, x.dtype)
+    check_shardings(name, shape, out, grad_spec=grad_spec, tokens=tokens)
     out_type = jax.tree.map(jax.typeof, out)
     if recipe is None:
         spec = dense_spec(jax.typeof(x), jax.typeof(weight), contract, out_type, jax.tree.map(jax.typeof, residual))
@@ -83,6 +86,15 @@ def check_residual(name: str, residual: jax.Array | None, shape: tuple[int, ...]
     check(name, "residual", residual, NONE | ARRAY)
     if residual is not None and (residual.shape != shape or residual.dtype != dtype):
         raise ValueError(f"{name}: residual is {residual.dtype}{residual.shape}, but the output {dtype}{shape}.")
+
+
+def check_shardings(name: str, shape: tuple[int, ...], out: Any = None, **specs: Any) -> None:
+    """Raises TypeError or ValueError, naming the layer, for arguments that do not say how an array of `shape` lies."""
+    check(name, "out", out, NONE | ARRAY)
+    if out is not None and out.shape != shape:
+        raise ValueError(f"{name}: out has the shape {out.shape}, but the output {shape}; pass an array of that.")
+    for argument, spec in specs.items():
+        check_spec(name, argument, spec, len(shape))
 
 
 def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:

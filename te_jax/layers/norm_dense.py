@@ -19,7 +19,7 @@ from te_jax.layers.weight import Projection, resolve_weight
 from te_jax.ops.gemm.dense import gemm_sum
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.recipe import Recipe
-from te_jax.sharding.constraints import explicit_spec
+from te_jax.sharding.constraints import check_spec, explicit_spec
 from te_jax.state import fp8
 
 
@@ -90,6 +90,7 @@ def layernorm_dense(
     norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "return_layernorm_output", return_layernorm_output, BOOL)
     check(name, "return_input", return_input, BOOL)
+    check_spec(name, "tokens", tokens, x.ndim)
     for p in projections:
         check_dense(name, x, wide_of(p.kernel), p.bias, 1, recipe, p.metas)
     if recipe is None:

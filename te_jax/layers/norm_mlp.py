@@ -18,7 +18,7 @@ from te_jax.core.types import align, like
 from te_jax.layers import projections
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import dgrad, dgrad_and_read, fprop
-from te_jax.layers.linear import METAS, check_dense, check_residual, dense
+from te_jax.layers.linear import METAS, check_dense, check_residual, check_shardings, dense
 from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
 from te_jax.layers.tensor import LayerUses, wide_of
@@ -104,21 +104,23 @@ def layernorm_mlp(
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
     wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
-    check(name, "checkpoint", checkpoint, NONE | STRING)
+    for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
+        check(name, what, text, NONE | STRING)
     middle_type = _check_kernels_of_two(name, x, (wi, wi_bias), (wo, wo_bias), len(activations), recipe, metas)
     through, added = split_residual(residual)
-    check_residual(name, x if through else added, (*x.shape[:-1], *wide_of(wo).shape[1:]), x.dtype)
+    shape, stream = (*x.shape[:-1], *wide_of(wo).shape[1:]), x if added is None else added
+    check_residual(name, x if through else added, shape, x.dtype)
+    check_shardings(name, shape, middle_spec=middle_spec, grad_spec=grad_spec, tokens=tokens)
     if recipe is None:
         options = dict(norm=norm, zero_centered_gamma=zero_centered_gamma, epsilon=epsilon)
         z, _ = layernorm_dense(x, wi, gamma, beta, wi_bias, name=name, **options)
         z = with_names(z, middle_name)
         a = constrain_to_spec(act_op.activation(z, activations, activation_params), middle_spec)
-        return dense(a, wo, wo_bias, x if through else added, out=x if added is None else added, name=name)
+        return dense(a, wo, wo_bias, x if through else added, out=stream if stream.shape == shape else None, name=name)
     first = Config.of(x, wi, wi_bias, 1, recipe, checkpoint=checkpoint, tokens=tokens, gathers=True)
     if first.spec is not None:  # an Explicit mesh
         middle_type = _type_on_mesh(middle_type, jax.typeof(x), (*first.spec[:-2], first.spec[-1]))
-    out = jax.typeof(x if added is None else added)
-    others = dict(residual=added, out=out, grad_spec=grad_spec, tokens=tokens)
+    others = dict(residual=added, out=jax.typeof(stream), grad_spec=grad_spec, tokens=tokens)
     second = Config.of(middle_type, wo, wo_bias, 1, recipe, checkpoint=checkpoint, **others)
     act = tuple(act_op.attributes(activations, activation_params).items())
     norm = norm_op.Norm.of(norm, zero_centered_gamma, epsilon)
@@ -136,8 +138,8 @@ def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> Sh
     """
     (wi, wi_bias), (wo, wo_bias) = wi, wo
     check(name, "metas", metas, METAS_OF_TWO)
-    shape = wide_of(wi).shape
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
+    shape = wide_of(wi).shape
     if len(shape) != 3 or shape[1] != count:
         raise ValueError(
             f"{name}: wi has shape {shape}; pass [h, A, F], with A = {count} slots for {count} activations."
@@ -172,8 +174,10 @@ class _Static(NamedTuple):
     @property
     def slots_spec(self) -> PartitionSpec | None:
         """`middle_spec`, [*B, F], for the activation's input [*B, A, F]."""
-        spec = self.middle_spec
-        return spec if spec is None else PartitionSpec(*spec[:-1], None, spec[-1])
+        if self.middle_spec is None:
+            return None
+        *lead, last = (*self.middle_spec, *[None] * self.wi.x.ndim)[: self.wi.x.ndim]
+        return PartitionSpec(*lead, None, last)
 
 
 def _type_on_mesh(aval, on, spec):

@@ -303,7 +303,7 @@ class Model(KnownArguments):
         else:
             layers = scan(Period)(block, tuple(fields[:period]), call, name="layers")
         if inputs is not None and period > 1:
-            inputs = inputs.reshape(-1, period, *inputs.shape[1:])
+            inputs = inputs.reshape(len(fields) // period, period, *inputs.shape[1:])
         return layers(x, *args, inputs)[0]
 
     def _head(self, x, labels, embedding, reduction: str, bias=None):

@@ -9,11 +9,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
-from te_jax.core.check import warn
+from te_jax.core.check import NONE, Kind, check, warn
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding.logical_axes import head_axes, resolve_logical_axes
-from te_jax.sharding.resource import auto_mesh
+from te_jax.sharding.resource import auto_mesh, mesh_sizes
+
+_SPEC = NONE | Kind("a PartitionSpec", lambda spec: isinstance(spec, PartitionSpec))
 
 
 def entries(aval: Any) -> tuple[tuple[str, ...], ...]:
@@ -25,6 +27,22 @@ def entries(aval: Any) -> tuple[tuple[str, ...], ...]:
 def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     """The PartitionSpec whose `entries` are `axes`."""
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
+
+
+def check_spec(name: str, argument: str, spec: Any, ndim: int) -> None:
+    """Raises TypeError, naming the argument, for what is neither None nor a PartitionSpec, ValueError for one of more
+    than `ndim` entries, and for a mesh axis that the mesh in force lacks."""
+    check(name, argument, spec, _SPEC)
+    if spec is None:
+        return
+    if len(spec) > ndim:
+        raise ValueError(f"{name}: {argument} is {spec}, but it is for {ndim} axes; pass at most {ndim} entries.")
+    sizes = mesh_sizes()
+    for axis in (axis for entry in spec for axis in mesh_axes(entry) if sizes and axis not in sizes):
+        raise ValueError(
+            f"{name}: {argument} names the mesh axis {axis!r}, but the mesh in force has {tuple(sizes)}; name one that "
+            "is there, or None."
+        )
 
 
 def explicit_spec(aval: Any) -> PartitionSpec | None:

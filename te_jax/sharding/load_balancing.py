@@ -62,4 +62,4 @@ def _chunks(name: str, x, cp_size: int, axis: int):
             f"{name}: axis {axis} of x has {x.shape[axis]} positions, which {chunks} chunks (2 for each of "
             f"cp_size={cp_size} devices) do not divide; pad the sequence."
         )
-    return x.reshape(*x.shape[:axis], chunks, -1, *x.shape[axis + 1 :]), axis
+    return x.reshape(*x.shape[:axis], chunks, x.shape[axis] // chunks, *x.shape[axis + 1 :]), axis

@@ -121,6 +121,26 @@ def test_symbolic_batch(name, ranks_said, for_any_gpu):
         )
 
 
+OF_GROUPS = dict(score_function="sigmoid", num_groups=2, group_topk=1)
+WITH_GROUPS = {  # of heads, channels or experts
+    "mamba": te_flax.Mamba2(ssm_num_heads=4, ssm_head_dim=4, ssm_state_size=8, ssm_num_groups=2),
+    "delta": te_flax.GatedDeltaNet(4, linear_num_key_heads=2, linear_key_head_dim=8, linear_value_head_dim=4),
+    "kimi": te_flax.GatedDeltaNet(4, linear_key_head_dim=8, linear_value_head_dim=4, gate="channel"),
+    "experts": te_flax.MoEBlock(num_experts=4, intermediate_dim=16, **OF_GROUPS, per_sequence_loss=True),
+    "heads": te_flax.MultiHeadAttention(**OF_MHA, qk_norm_type="rmsnorm", qk_norm_across_heads=True),
+}
+
+
+@pytest.mark.parametrize("shape", [(0, S, H), (2, 0, H)])
+@pytest.mark.parametrize("name", WITH_GROUPS)
+def test_no_tokens_in_groups(name, shape):
+    module = WITH_GROUPS[name]
+    types = jax.eval_shape(module.init, jax.random.key(0), jnp.ones((2, S, H)))
+    loss = lambda variables, x: jnp.sum(jax.tree.leaves(module.apply(variables, x))[0])
+    lowered = jax.jit(jax.grad(loss, 1)).lower(types, jax.ShapeDtypeStruct(shape, jnp.float32))
+    assert lowered.out_info.shape == shape
+
+
 EXPERTS = dict(num_experts=4, intermediate_dim=64)
 STREAMS = {  # of [b, s, h], where both are symbols
     "experts with losses of sequences": te_flax.MoEBlock(**EXPERTS, per_sequence_loss=True, aux_loss_coeff=0.1),

@@ -10,6 +10,7 @@ import pytest
 from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from layer_cases import data, fresh_state, observed
 from quick_init import quick_init
 
@@ -17,9 +18,9 @@ import te_jax as te
 import te_jax.flax as te_flax
 from te_jax.layers import Projection, dense, layernorm_dense, layernorm_mlp
 from te_jax.ops.activation import activation
-from te_jax.recipe import DelayedScaling
+from te_jax.recipe import DelayedScaling, Float8CurrentScaling
 
-RECIPE = DelayedScaling(amax_history_len=4)
+RECIPE, RECIPE_NOW = DelayedScaling(amax_history_len=4), Float8CurrentScaling()
 ACTIVATIONS = [("gelu",), ("silu", "linear"), ("squared_relu",), ("clamped_silu", "clamped_linear")]
 H, F, OUT = 24, 20, 24
 
@@ -328,3 +329,16 @@ def test_tensor_parallel_keeps_weight_gradients_in_shards():
     reduced = [line for line in text.splitlines() if " all-reduce(" in line or " all-reduce-start(" in line]
     assert any("f32[64,1,32]" in line for line in reduced) and any("f32[32,64]" in line for line in reduced)
     assert not any("f32[64,1,128]" in line or "f32[128,64]" in line for line in reduced), "\n".join(reduced)
+
+
+def test_middle_spec_may_leave_out_the_last_axes():
+    """They are whole, as in any PartitionSpec: its last entry is not the hidden features'."""
+    args = operands(np.random.default_rng(0), 2, "rmsnorm", lead=(4, 6))
+    run = lambda *args: layernorm_mlp(*args, activations=("silu", "linear"), norm="rmsnorm", recipe=RECIPE_NOW,
+                                      middle_spec=P("data"))  # fmt: skip
+    with jax.set_mesh(jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))):
+        traced = jax.make_jaxpr(run)(*args)
+    found = [
+        eqn.params["sharding"].spec for eqn in equations(traced.jaxpr) if eqn.primitive.name == "sharding_constraint"
+    ]
+    assert found == [P("data", None, None, None)]

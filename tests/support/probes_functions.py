@@ -91,6 +91,11 @@ DENSE = probes(
         ("residual of another type", {"residual": O((4, 3), jnp.bfloat16)}, V, "residual is bfloat16"),
         ("residual True", {"residual": True}, T, "residual is True; pass"),
         ("checkpoint 3", {"checkpoint": 3, "recipe": CURRENT}, T, "checkpoint is 3; pass None or a string"),
+        ("out a shape", {"out": (4, 3)}, T, r"out is \(4, 3\); pass None or an array"),
+        ("out of another shape", {"out": O((4, 8))}, V, r"out has the shape \(4, 8\), but the output \(4, 3\)"),
+        ("grad_spec a tuple", {"grad_spec": ("data",)}, T, "grad_spec is .*pass None or a PartitionSpec"),
+        ("grad_spec of three axes", {"grad_spec": PartitionSpec(None, None, "a")}, V, "is for 2 axes; pass at most 2"),
+        ("tokens a name", {"tokens": "data"}, T, "tokens is 'data'; pass None or a PartitionSpec"),
         ("a single row under blocks", {0: O(8), "recipe": BLOCK}, V, r"pass x\[None\]"),
         ("empty batch", {0: O((0, 8))}, None, ""),
         ("bf16 kernel of f32 x", {1: O((8, 3), jnp.bfloat16)}, None, ""),
@@ -127,6 +132,7 @@ NORM_DENSE = probes(
         ("also of another width", {"also": (Projection(O((7, 3)), None, None),)}, V, "te_jax.layers.layernorm_dense"),
         ("also a bare kernel", {"also": (O((8, 3)),)}, V, r"also is \(float32\[8, 3\],\); .*a Projection"),
         ("two", {"also": (Projection(O((8, 3)), None, None),)}, None, ""),
+        ("tokens a name", {"tokens": "data"}, T, "tokens is 'data'"),
     ],
 )  # fmt: skip
 MLP = probes(
@@ -141,6 +147,12 @@ MLP = probes(
         ("recipe str", {"recipe": "fp8"}, T, "layernorm_mlp: recipe is 'fp8'"),
         ("residual of another width", {"residual": True, 4: O((6, 9))}, V, "residual is"),
         ("residual 'yes'", {"residual": "yes"}, T, "residual is 'yes'"),
+        ("wi None", {3: None}, T, "layernorm_mlp: kernel is None"),
+        ("activation_params a number", {"activation_params": 7.0}, T, "activation_params is 7.0; pass None or a dict"),
+        ("middle_name 3", {"middle_name": 3}, T, "middle_name is 3; pass None or a string"),
+        ("middle_spec a name", {"middle_spec": "data"}, T, "middle_spec is 'data'"),
+        ("tokens a list", {"tokens": ["data"]}, T, "tokens is "),
+        ("out of another width", {4: O((6, 5))}, None, ""),
     ],
 )  # fmt: skip
 KERNEL = [

@@ -12,7 +12,7 @@ from jax.core import max_dim
 from jax.sharding import PartitionSpec
 
 from te_jax.core.arrays import as_jax, as_rank
-from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, number
+from te_jax.core.check import BOOL, FLOATS_ARRAY, NONE, STRING, Kind, KnownFields, check, number
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.policies import GEMM, STATISTICS, with_names
 from te_jax.core.products import product
@@ -26,7 +26,7 @@ from te_jax.layers.experts.devices import (
     find_placement,
 )
 from te_jax.layers.experts.run import ExpertInputs, ExpertRun, run_on_devices
-from te_jax.layers.experts.weights import ExpertKernel, arrays_of, hidden_block, resolve_experts
+from te_jax.layers.experts.weights import ExpertKernel, Parts, arrays_of, hidden_block, resolve_experts
 from te_jax.layers.linear import check_recipe_and_metas, check_residual, warn_of_bf16_products
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.ops.experts.permute import group
@@ -36,6 +36,7 @@ from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
+from te_jax.sharding.constraints import check_spec
 from te_jax.sharding.resource import current_mesh_resource, stage_axes
 from te_jax.state import fp8
 
@@ -183,12 +184,15 @@ def moe(
     wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
     wi_bias = as_jax(*wi_bias) if isinstance(wi_bias, tuple | list) else None if wi_bias is None else as_jax(wi_bias)
     (wo_bias,) = as_jax(wo_bias)
-    _check_mixture(name, x, (gate_kernel, gate_bias, router_input), wi, wo, wi_bias, wo_bias, options)
+    check_mixture(name, x, (gate_kernel, gate_bias, router_input), wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
     experts, block = gate_kernel.shape[-1], hidden_block((*wi, *wo), recipe)
+    check_spec(name, "token_spec", token_spec, x.ndim)
     placement = find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)
     for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
         check(name, what, text, NONE | STRING)
+    check(name, "expert_bias", expert_bias, NONE | FLOATS_ARRAY)
+    norm_op.check_norm_options(name, norm, epsilon, zero_centered_gamma)
     through, added = split_residual(residual)
     check_residual(name, x if through else added, x.shape, x.dtype)
     of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
@@ -237,7 +241,9 @@ def _norm_first(x, gamma, beta, through: bool, of_norm: dict[str, Any]):
     )
 
 
-def _check_mixture(name, x, gate, wi, wo, wi_bias, wo_bias, options):
+def check_mixture(
+    name: str, x: Any, gate: tuple[Any, Any, Any], wi: Parts, wo: Parts, wi_bias: Any, wo_bias: Any, options: Any
+) -> None:
     """Raises ValueError or TypeError, naming the layer, for operands that make no mixture of experts. gate: the kernel
     and the bias of the router, and what it reads; None: x."""
     gate_kernel, gate_bias, router_input = gate

@@ -9,14 +9,16 @@ from jax.sharding import PartitionSpec
 from jax.typing import DTypeLike
 
 from te_jax.core.check import check
-from te_jax.layers.experts.block import OPTIONS, MoEOptions
+from te_jax.layers.experts.block import OPTIONS, MoEOptions, check_mixture
 from te_jax.layers.experts.devices import ExpertExchange, find_exchange, find_placement
 from te_jax.layers.experts.exchange import PEER_ACCESS, WHOLE, Exchange
-from te_jax.layers.experts.weights import hidden_block
+from te_jax.layers.experts.weights import arrays_of, hidden_block, resolve_experts
 from te_jax.layers.experts.wire import reads_tokens
 from te_jax.ops.experts.permute import buffer_rows
 from te_jax.ops.formats import ROWS_128, ScaleFormat, ceil_div, format_of
+from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
+from te_jax.sharding.constraints import check_spec
 from te_jax.state.fp8 import check_recipe, current_recipe
 
 
@@ -68,28 +70,34 @@ def explain_moe(
     wo: Any,
     *,
     options: MoEOptions,
+    router_input: Any = None,
     recipe: Recipe | None = None,
     token_spec: PartitionSpec | None = None,
 ) -> MoEExplanation:
     """How devices share `te_jax.layers.moe` with these arguments on the mesh in force, and what crosses between them.
 
-    x, gate_kernel, wi, wo, options, token_spec: as in `moe`, without quantized kernels; arrays may be
+    x, gate_kernel, wi, wo, options, router_input, token_spec: as in `moe`, without quantized kernels; arrays may be
             `jax.ShapeDtypeStruct`s.
     recipe: the recipe of the call; None is the one in force (`te_jax.autocast`).
 
-    Raises ValueError, TypeError for options, and for experts that the devices don't divide.
+    Raises ValueError, or TypeError, for arguments that `moe` refuses, and for experts that the devices don't divide.
     """
-    check("explain_moe", "options", options, OPTIONS)
+    name = "explain_moe"
+    for what, a, kind in (("options", options, OPTIONS), ("x", x, FLOAT), ("gate_kernel", gate_kernel, FLOAT)):
+        check(name, what, a, kind)
     recipe = current_recipe() if recipe is None else recipe
     if recipe is not None:
-        check_recipe("explain_moe", recipe)
+        check_recipe(name, recipe)
     found = []
 
-    def look(x, wi):
-        placement = find_placement("explain_moe", x, wi, gate_kernel.shape[-1], token_spec, hidden_block((), recipe))
-        found.append((x.shape, x.dtype, placement))
+    def look(x, gate_kernel, router_input, wi, wo):
+        wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
+        check_mixture(name, x, (gate_kernel, None, router_input), wi, wo, None, None, options)
+        check_spec(name, "token_spec", token_spec, x.ndim)
+        experts, block = gate_kernel.shape[-1], hidden_block((), recipe)
+        found.append((x.shape, x.dtype, find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)))
 
-    jax.eval_shape(look, x, wi[0] if isinstance(wi, tuple | list) else wi)
+    jax.eval_shape(look, x, gate_kernel, router_input, wi, wo)
     (*lead, width), dtype, placement = found[0]
     tokens, topk, num_experts = prod(lead), options.router.topk, gate_kernel.shape[-1]
     if placement is not None and placement.shards:

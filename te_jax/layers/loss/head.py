@@ -1,5 +1,6 @@
 """`linear_cross_entropy`: its arguments, and how devices split it. What is computed stands in cross_entropy.py."""
 
+from dataclasses import replace
 from math import prod
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ from te_jax.layers.loss.head_gemms import Head
 from te_jax.layers.weight import check_is_array
 from te_jax.ops.quantize.array import FLOAT
 from te_jax.recipe import Recipe
-from te_jax.sharding.constraints import spec_of
+from te_jax.sharding.constraints import check_spec, spec_of
 from te_jax.sharding.resource import stage_axes
 from te_jax.state import fp8
 
@@ -40,18 +41,17 @@ _MESH_AXES = Kind(
     "None, the name of a mesh axis, or a tuple of names",
     lambda axes: axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(map(STRING.is_type, axes))),
 )
-_SPEC = NONE | Kind("a PartitionSpec", lambda spec: isinstance(spec, PartitionSpec))
+IGNORE_INDEX = NONE | replace(integer(-(2**31), 2**31 - 1), text="an int of 32 bits")  # as labels are compared
 _HEAD_ARGUMENTS = {
     "label_smoothing": RATE,
     "z_loss": number(least=0),
     "logit_softcap": NONE | number(above=0),
-    "ignore_index": NONE | integer(),
+    "ignore_index": IGNORE_INDEX,
     "reduction": one_of("mean", "sum", "none"),
     "words_first": BOOL,
     "chunk_tokens": NONE | integer(1),
     "accumulate_dtype": NONE | FLOATING,
     "vocab_axis": _MESH_AXES,
-    "token_spec": _SPEC,
 }
 
 
@@ -115,9 +115,12 @@ def linear_cross_entropy(
     given = dict(locals())
     for argument, kind in _HEAD_ARGUMENTS.items():
         check(name, argument, given[argument], kind)
+    words_first = bool(words_first)
     _check_head_arrays(name, x, kernel, labels, words_first)
+    check_spec(name, "token_spec", token_spec, labels.ndim)
     check_recipe_and_metas(name, recipe, metas)
-    loss = LossOptions(float(label_smoothing), float(z_loss), logit_softcap, ignore_index)
+    softcap = None if logit_softcap is None else float(logit_softcap)
+    loss = LossOptions(float(label_smoothing), float(z_loss), softcap, ignore_index)
     of_kernel = jnp.bfloat16 if kernel.dtype == jnp.bfloat16 else jnp.float32
     dtype = of_kernel if accumulate_dtype is None else accumulate_dtype
     split = _find_split(name, x, kernel, words_first, vocab_axis, token_spec)

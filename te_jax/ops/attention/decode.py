@@ -46,7 +46,7 @@ def one_query(
     pieces, queries = pieces_of_row(b * g, t), max(r, 2)
     each = jnp.swapaxes(q.reshape(b, g, r, d), 1, 2)[:, None]
     each = jnp.broadcast_to(each, (b, pieces, queries, g, d)).reshape(b * pieces, queries, g, d)
-    keys, values = (x.reshape(b * pieces, t // pieces, g, -1) for x in (k, v))
+    keys, values = (x.reshape(b * pieces, t // pieces, g, x.shape[-1]) for x in (k, v))
     if segments is not None:
         segments = _of_pieces(segments.reshape(b, 4), queries, pieces, t // pieces)
     out, lse, top = run(each, keys, values, segments)

@@ -85,7 +85,8 @@ def _products_by_channels(a, k, logs):
     """
     length = a.shape[-2]
     pad = lambda x: jnp.pad(x, [(0, 0)] * (x.ndim - 2) + [(0, -length % _PAIRED), (0, 0)])
-    a, k, logs = (x.reshape(*x.shape[:-2], -1, _PAIRED, x.shape[-1]) for x in map(pad, (a, k, logs)))
+    split = lambda x: x.reshape(*x.shape[:-2], x.shape[-2] // _PAIRED, _PAIRED, x.shape[-1])
+    a, k, logs = (split(pad(x)) for x in (a, k, logs))
     count, columns = logs.shape[-3], lambda x: jnp.swapaxes(x, -1, -2)
     at = jnp.arange(_PAIRED)
     pairs = _decay(sums_between(columns(logs)), at[:, None] >= at[None])

@@ -183,7 +183,8 @@ def _among_groups(choice, options: RouterOptions):
     """`choice` f32[m..., e], -inf outside of the best groups."""
     if options.group_topk in (None, options.num_groups):
         return choice
-    groups = choice.reshape(*choice.shape[:-1], options.num_groups, -1)
+    *lead, experts = choice.shape
+    groups = choice.reshape(*lead, options.num_groups, experts // options.num_groups)
     best, _ = lax.top_k(groups, min(max(1, options.topk // options.group_topk), groups.shape[-1]))
     _, chosen = lax.top_k(jnp.sum(best, -1), options.group_topk)
     is_chosen = jnp.any(jax.nn.one_hot(chosen, options.num_groups, dtype=bool), -2)

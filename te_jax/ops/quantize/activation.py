@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.core.arrays import as_jax
-from te_jax.core.check import FLOATS_ARRAY, Kind, check, did_you_mean, number
+from te_jax.core.check import FLOATS_ARRAY, NONE, Kind, check, did_you_mean, number
 from te_jax.core.op import Op
 from te_jax.ops.formats import ScaleFormat
 from te_jax.ops.producers import Producer, declare_all
@@ -112,6 +112,7 @@ ACTIVATIONS = Kind(
     _meant,
 )
 
+PARAMS = NONE | Kind("a dict of their parameters", lambda value: isinstance(value, Mapping))
 _FINITE = Kind("a finite number", lambda value: True, number().accepts)
 
 
@@ -132,6 +133,7 @@ def check_params(
     where: str, argument: str, names: Sequence[str | Callable[..., Any]], params: Mapping[str, Any] | None
 ) -> None:
     """Raises ValueError or TypeError, naming `where` and its `argument`, for parameters that these activations lack."""
+    check(where, argument, params, PARAMS)
     clamped = any(isinstance(name, str) and name.lower().startswith("clamped_") for name in names)
     known = tuple(CLAMPED_DEFAULTS) if clamped else ()
     for key, value in (params or {}).items():

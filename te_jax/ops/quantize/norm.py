@@ -190,13 +190,18 @@ before its one rounding.
 """
 
 
+def check_norm_options(op: str, kind: str, epsilon: float, zero_centered: bool) -> None:
+    """Raises ValueError or TypeError, naming `op`, for options of no norm."""
+    check(op, "norm", kind, one_of(*KINDS))
+    check(op, "epsilon", epsilon, number(above=0))
+    check(op, "zero_centered_gamma", zero_centered, BOOL)
+
+
 def check_norm(
     op: str, x: jax.Array, gamma: jax.Array, beta: jax.Array | None, kind: str, epsilon: float, zero_centered: bool
 ) -> None:
     """Raises ValueError or TypeError, naming `op`, where the arguments make no norm."""
-    check(op, "norm", kind, one_of(*KINDS))
-    check(op, "epsilon", epsilon, number(above=0))
-    check(op, "zero_centered_gamma", zero_centered, BOOL)
+    check_norm_options(op, kind, epsilon, zero_centered)
     if kind == "rmsnorm" and beta is not None:
         raise ValueError(f"{op}: RMSNorm has no beta; pass beta=None or norm='layernorm'.")
     for name, a in (("x", x), ("gamma", gamma), ("beta", beta)):
