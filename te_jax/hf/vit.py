@@ -20,17 +20,23 @@ _LABEL_NAMES = Kind(
     lambda value: all(isinstance(each, str) for each in value.values()),
 )
 
+_COUNT = replace(integer(0, 2**31 - 1), text="an int of at least 0, of 31 bits")
+
 
 @dataclass(frozen=True)
 class _Labels(Word):
     """`id2label`, of which the number of labels counts, unless `num_labels` says another one: of a classifier, 2 where
     both are absent; of others 0."""
 
+    @property
+    def takes(self) -> str:
+        return f"{self.kind.text}; `num_labels`: {_COUNT.text}"
+
     def value(self, where: str, said: Said) -> int:
         found = said.found.get(self.name)
         check(where, self.name, found, self.kind)
         labels = said.found.get("num_labels", 2 if found is None else len(found))
-        check(where, "num_labels", labels, integer(0, 2**31 - 1))
+        check(where, "num_labels", labels, _COUNT)
         return labels if said["architectures"] == [_CLASSIFIER] else 0
 
     def write(self, config: ModelConfig) -> dict[str, Any]:

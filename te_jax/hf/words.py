@@ -71,6 +71,11 @@ class Word:
     ours: Callable[[Said], tuple[Any, ...]] | None = None
     theirs: Callable[[ModelConfig], Any] | None = None
 
+    @property
+    def takes(self) -> str:
+        """What it may be, and its other names where these are of another kind."""
+        return self.kind.text
+
     def value(self, where: str, said: Said) -> Any:
         """Its value in `said.found`. Raises TypeError or ValueError, naming it, for one that is not of its kind."""
         value = self.default(said) if callable(self.default) else self.default

@@ -78,7 +78,7 @@ def section(family) -> str:
             continue
         names = ", ".join(f"`{name}`" for name in (word.name, *word.also))
         becomes = ", ".join(f"`{path}`" for path in word.to) or ("" if word.theirs else "kept")
-        rows.append(f"| {names} | {text_of_default(word)} | {word.kind.text} | {becomes} |")
+        rows.append(f"| {names} | {text_of_default(word)} | {word.takes} | {becomes} |")
     table = "\n".join(["| word | absent | takes | becomes |", "|---|---|---|---|", *rows])
     return f"## {family.name}\n\n{table}\n"
 
