@@ -3,7 +3,7 @@
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,6 +154,8 @@ def load(
         check(name, argument, value, BOOL)
     if fp8 is not None:
         fp8_state.check_recipe(name, fp8)
+    elif fp8_gradients:
+        raise ValueError(f"{name}: fp8_gradients is True, but fp8 is None, and nothing in FP8; pass a recipe too.")
     if "params_dtype" in fields:
         raise TypeError(
             f"{name}: params_dtype is no argument; pass dtype for parameters, compute_dtype for activations."
@@ -176,19 +178,28 @@ def load(
         forms = {path: jax.ShapeDtypeStruct(shape, types[path]) for path, shape in plan.shapes.items()}
         forms = forms if fp8 is None else _forms_in_fp8(model, forms, fp8, fp8_gradients)
         read_scaled = lambda name: _read_scaled(read, held, scheme, name)
-        made = fill_variables(plan, forms, read_scaled, _shardings_by_path(shardings), fp8, fp8_gradients)
+        made = fill_variables(plan, forms, read_scaled, _shardings_by_path(shardings, forms), fp8, fp8_gradients)
     embedded = made["params/embedding"].dtype
     model = model.clone(params_dtype=embedded, dtype=compute_dtype or embedded)
     return model, unflatten_dict(made, sep="/")
 
 
-def _shardings_by_path(shardings) -> dict[str, Any]:
+def _shardings_by_path(shardings, paths: Container[str]) -> dict[str, Any]:
+    """By the paths of variables. Raises ValueError for parameters that the model has not: of layers that it stacks or
+    does not, say. Other collections than it makes are read past, as of FP8 state."""
     check("te_jax.hf.load", "shardings", shardings, NONE | _SHARDINGS)
     flat = {} if shardings is None else flatten_dict(nn.meta.unbox(shardings), sep="/")
     for path, sharding in flat.items():
         check("te_jax.hf.load", f"shardings, at {path},", sharding, NONE | _SHARDING)
     known = tuple(f"{name}/" for name in COLLECTIONS)
-    return {path if path.startswith(known) else f"params/{path}": sharding for path, sharding in flat.items()}
+    of_all = any(path.startswith("params/") for path in flat)
+    whole = {path if of_all or path.startswith(known) else f"params/{path}": a for path, a in flat.items()}
+    if strange := [path for path in whole if path.startswith(known) and path not in paths]:
+        raise ValueError(
+            f"te_jax.hf.load: shardings has {strange[0]}, and the model no such parameter; pass a tree like its own. "
+            "Layers are stacked in `layers`, or with scan=False are layer_0, layer_1, ..."
+        )
+    return whole
 
 
 def _config_by_files(config: ModelConfig, family: Family, found, held, read) -> ModelConfig:

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +11,10 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 import te_jax.flax as te_flax
-from te_jax.core.check import Kind, check
+from te_jax.core.check import BOOL, FUNCTION, NONE, Kind, check
 from te_jax.core.types import on_explicit_mesh
-from te_jax.flax._calls import KnownArguments
 from te_jax.flax._common import parameter
+from te_jax.flax._fields import Module
 from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
@@ -179,7 +179,20 @@ def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
     return SequenceDescriptor.from_seqlens(lengths)
 
 
-class Model(KnownArguments):
+_KINDS = {
+    "config": Kind("a te_jax.models.ModelConfig", lambda config: isinstance(config, ModelConfig)),
+    "remat_policy": NONE | FUNCTION,
+    **dict.fromkeys(("scan", "remat", "embed_by_product"), BOOL),
+}
+
+
+def policies_are_of_remat(model: Any) -> str | None:
+    """`remat_policy` needs `remat`."""
+    if model.remat_policy is not None and not model.remat:
+        return "remat_policy is given, but remat is False, so that everything is kept; pass remat=True, or leave it out"
+
+
+class Model(Module):
     """What the models share.
 
     A token, position or token type that a table has no row for gives NaN, as in Flax's `nn.Embed`; -1 is the last row.
@@ -203,6 +216,9 @@ class Model(KnownArguments):
     remat: bool = False
     remat_policy: Any = None
     embed_by_product: bool = False
+
+    if not TYPE_CHECKING:  # as `Module` says
+        own_kinds, rules = _KINDS, (policies_are_of_remat,)
 
     @property
     def dtypes(self) -> dict[str, Any]:

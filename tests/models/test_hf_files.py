@@ -97,6 +97,16 @@ def test_what_is_no_argument(monkeypatch, tmp_path):
             functools.partial(hf.load, shardings={"embedding": "x"}),
             FIXTURES / "bert",
         ),
+        "shardings has params/layer_0/x, and the model no such": (
+            functools.partial(hf.load, shardings={"params": {"layer_0": {"x": None}}, "fp8_metas": {"y": None}}),
+            FIXTURES / "bert",
+        ),
+        "fp8_gradients is True, but fp8 is None": (functools.partial(hf.load, fp8_gradients=True), FIXTURES / "bert"),
+        "remat is 'full'; pass True or False": (functools.partial(hf.load, remat="full"), FIXTURES / "bert"),
+        "remat_policy is given, but remat is False": (
+            functools.partial(hf.load, remat_policy=jax.checkpoint_policies.dots_saveable),
+            FIXTURES / "bert",
+        ),
         "save: folder is None": (hf.save, None, model, variables),
         "save: model is None": (hf.save, tmp_path / "no", None, variables),
         "save: variables is None": (hf.save, tmp_path / "no", model, None),
