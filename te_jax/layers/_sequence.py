@@ -1,7 +1,7 @@
 """What mixers of tokens share that keep a state: convolutions by heads, padding, and a sequence that devices cut."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax.core.arrays import as_jax
-from te_jax.core.check import BOOL, INTEGERS, NONE, check
+from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, STRING, Kind, check
 from te_jax.core.types import align, on_explicit_mesh
 from te_jax.ops.ssm import causal_conv1d
 from te_jax.ops.ssm.conv import check_shape, last_inputs
@@ -24,6 +24,10 @@ Taps = Sequence[jax.Array | None]
 """The kernels [w, channels] of convolutions, or their biases [channels]: of heads, then of groups."""
 
 
+def _made_by(cls: type) -> Kind:
+    return Kind(f"a te_jax.layers.{cls.__name__}", lambda value: isinstance(value, cls))
+
+
 class SequenceCall(NamedTuple):
     """The arguments that the mixers of this folder share; `mamba2` says what they are."""
 
@@ -34,8 +38,15 @@ class SequenceCall(NamedTuple):
     return_state: bool = False
     axis: str | None = None
 
-    def checked(self, rows: int) -> "SequenceCall":
-        """With arrays of jax. Raises TypeError or ValueError for what `mamba2` says of segments and lengths."""
+    def checked(self, arrays: Mapping[str, Any], weights: Any, of_weights: type, of_state: type) -> "SequenceCall":
+        """With arrays of jax. Raises TypeError or ValueError for arrays that are not floating, and for what `mamba2`
+        says of weights, a state, segments, lengths and an axis. of_weights, of_state: the classes of these."""
+        check(self.name, "weights", weights, _made_by(of_weights))
+        for what, a in {**arrays, "weights.A_log": weights.A_log}.items():
+            check(self.name, what, a, FLOATS_ARRAY)
+        check(self.name, "state", self.state, NONE | _made_by(of_state))
+        check(self.name, "axis", self.axis, NONE | STRING)
+        rows = next(iter(arrays.values())).shape[0]
         segments, lengths = as_jax(self.segments, self.lengths)
         check(self.name, "return_state", self.return_state, BOOL)
         check(self.name, "lengths", lengths, INTEGERS | NONE)

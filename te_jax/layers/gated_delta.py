@@ -1,6 +1,7 @@
 """Gated DeltaNet between its projections (Yang, Kautz, Hatamizadeh 2024, https://arxiv.org/abs/2412.06464), and Kimi
 Delta Attention (Kimi Team 2025, https://arxiv.org/abs/2510.26692): convolutions, the delta rule, gated norm."""
 
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -116,11 +117,13 @@ def before_delta_norm(
 ) -> tuple[jax.Array, jax.Array, DeltaState | None]:
     """-> what the gated norm of `gated_delta_net` reads, y [b, s, h, e] and z, 0 at padding; and the DeltaState behind
     the last token, or None without return_state. Arguments and errors are as in `gated_delta_net`."""
-    name, call = call.name, call.checked(v.shape[0])
+    name, call = call.name, call.checked(dict(v=v, q=q, k=k, b=b, a=a, z=z), weights, DeltaWeights, DeltaState)
     check(name, "allow_neg_eigval", allow_neg_eigval, BOOL)
-    check(name, "a", a, FLOATS_ARRAY)
+    check(name, "weights.dt_bias", weights.dt_bias, FLOATS_ARRAY)
     check_shape(name, "b", b, v.shape[:-1])
     check_shape(name, "a", a, v.shape[:-1], (*v.shape[:-1], k.shape[-1]))
+    check_shape(name, "weights.A_log", weights.A_log, v.shape[2:3])
+    check_shape(name, "weights.dt_bias", weights.dt_bias, (math.prod(a.shape[2:]),))
     over = split_over(v, -2)
     if call.axis is None:
         q, k, v, b, a, z = (real(x, call.lengths) for x in (q, k, v, b, a, z))

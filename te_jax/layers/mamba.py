@@ -107,7 +107,7 @@ def before_gated_norm(
 ) -> tuple[jax.Array, jax.Array, MambaState | None]:
     """-> what the gated norm of `mamba2` reads, y [b, s, h, p] and z, 0 at padding; and the MambaState behind the last
     token, or None without return_state. Arguments and errors are as in `mamba2`."""
-    call = call.checked(x.shape[0])
+    call = call.checked(dict(x=x, B=B, C=C, dt=dt, z=z), weights, MambaWeights, MambaState)
     check(call.name, "dt_limit", dt_limit, LIMIT)
     limit, over = tuple(dt_limit), split_over(x, -2)
     if call.axis is None:

@@ -39,8 +39,12 @@ class EncoderLM(Model):
         lengths:       int[b], how many tokens of each row are no padding, or a `SequenceDescriptor`.
         deterministic: False: with dropout.
         hidden:        returns the last hidden states [b, s, H] instead.
+
+        Raises ValueError for `hidden` together with labels.
         """
         c = self.config
+        if hidden and labels is not None:
+            raise ValueError("EncoderLM: hidden is given together with labels; leave one of them out.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
         x = self._embed(embedding, tokens, None, token_types, lengths)
         x = self._layers(x, c.fields_of_layer, lengths=lengths, deterministic=deterministic)
@@ -101,9 +105,14 @@ class EncoderDecoder(Model):
         positions:     not read: relative positions count by themselves.
         The others are as of `CausalLM`.
 
-        Raises ValueError unless one of inputs and encoded is given.
+        Raises ValueError unless one of inputs and encoded is given, and for labels without tokens.
         """
         c = self.config
+        if tokens is None and labels is not None:
+            raise ValueError(
+                "EncoderDecoder: labels are given without tokens, which the decoder reads; pass them too: labels "
+                "that are shifted right, behind the token that texts begin with."
+            )
         if (inputs is None) == (encoded is None):
             raise ValueError("EncoderDecoder: inputs and encoded are both given, or neither; pass one of them.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)

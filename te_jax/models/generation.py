@@ -6,9 +6,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from te_jax.core.arrays import known_values
-from te_jax.core.check import INTEGERS, NONE, Kind, KnownFields, check, integer, number
+from te_jax.core.arrays import as_jax, known_values
+from te_jax.core.check import ARRAY, INTEGERS, NONE, Kind, KnownFields, check, integer, number
 from te_jax.core.loops import plain_loops
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
@@ -58,6 +59,8 @@ class Sampling(KnownFields):
 
 
 GREEDY = Sampling(temperature=0)
+_SAMPLING = Kind("a te_jax.models.Sampling", lambda value: isinstance(value, Sampling))
+_KEY = Kind("a jax.random key", ARRAY.is_type)
 _WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model, CausalLM | EncoderDecoder))
 
 
@@ -125,6 +128,10 @@ def _next(choose, key, i, logits, over, stop_at):
     return token if stop_at is None else jnp.where(over, stop_at, token)
 
 
+def _listed(lengths):
+    return np.asarray(lengths) if isinstance(lengths, list | tuple) else lengths
+
+
 def generate(
     model: Model,
     variables: Any,
@@ -148,14 +155,28 @@ def generate(
     stop_at:  the end-of-text token; the rest of the row is filled with it.
     encoded, input_lengths: of an `EncoderDecoder`, whose prompts are what its decoder begins with.
 
-    Raises TypeError for another model and for prompts that are no integers, ValueError for a sampling that wants a key
-    and gets none, for more tokens than there are learned positions, and for lengths that are known and out of range.
+    Raises TypeError for another model and for prompts and lengths that are no integers, ValueError for prompts that are
+    not [b, s], for a sampling that wants a key and gets none, for more tokens than there are learned positions, for
+    lengths that are known and out of range, and for a stop_at out of the vocabulary.
     """
     name = "te_jax.models.generate"
     check(name, "model", model, _WRITER)
     check(name, "variables", variables, VARIABLES)
-    check(name, "prompts", prompts, INTEGERS)
-    check(name, "count", count, integer(1))
+    prompts, lengths, input_lengths = as_jax(prompts, *map(_listed, (lengths, input_lengths)))
+    for what, value, kind in (
+        *(("prompts", prompts, INTEGERS), ("lengths", lengths, NONE | INTEGERS), ("count", count, integer(1))),
+        *(
+            ("sampling", sampling, _SAMPLING),
+            ("key", key, NONE | _KEY),
+            ("input_lengths", input_lengths, NONE | INTEGERS),
+        ),
+        ("stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1)),
+    ):
+        check(name, what, value, kind)
+    if encoded is None and input_lengths is not None:
+        raise ValueError(f"{name}: input_lengths is given without encoded, which it is of; pass both, or neither.")
+    if prompts.ndim != 2 or prompts.shape[1] == 0:
+        raise ValueError(f"{name}: prompts has the shape {prompts.shape}; pass [b, s], s at least 1.")
     if key is None and sampling.temperature:
         raise ValueError(f"{name}: key is None, but {sampling} draws tokens; pass jax.random.key(seed), or GREEDY.")
     b, s = prompts.shape
@@ -164,9 +185,11 @@ def generate(
         raise ValueError(
             f"{name}: {s} + {count} tokens, but there are {limit} learned positions; pass a smaller count."
         )
+    if lengths is not None and lengths.shape != (b,):
+        raise ValueError(f"{name}: lengths has the shape {lengths.shape}; pass {(b,)}, a length of each prompt.")
     if (known := known_values(lengths)) is not None and ((known < 1) | (known > s)).any():
         raise ValueError(f"{name}: lengths are {known.tolist()}, of prompts of {s} tokens; pass lengths from 1 to {s}.")
-    lengths = jnp.full((b,), s, jnp.int32) if lengths is None else jnp.asarray(lengths, jnp.int32)
+    lengths = jnp.full((b,), s, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
     state = read_prompts(model, variables, prompts, lengths, s + count, **context)
     options = dict(count=count - 1, choose=sampling.choose, stop_at=stop_at, **context)

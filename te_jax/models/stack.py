@@ -11,7 +11,7 @@ from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import PartitionSpec
 
 import te_jax.flax as te_flax
-from te_jax.core.check import BOOL, FUNCTION, NONE, Kind, check
+from te_jax.core.check import BOOL, FUNCTION, INTEGERS, NONE, Kind, check
 from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._common import parameter
 from te_jax.flax._fields import Module
@@ -406,6 +406,7 @@ def _look_up(table, indices):
 
 def look_up(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """The rows of table [n, H] of the tokens, NaN for one that has none."""
+    check(type(model).__name__, "tokens", tokens, INTEGERS)
     return (_look_up_by_product if model.embed_by_product else _look_up)(table, tokens)
 
 
@@ -421,4 +422,7 @@ def _look_up_by_product(table, indices):
 
 def rows_at(x: jax.Array, at: jax.Array) -> jax.Array:
     """x [b, s, H], at int[b] -> [b, H], the rows of these tokens, NaN where there is none."""
+    check("te_jax.models", "at", at, INTEGERS)
+    if at.shape != x.shape[:1]:
+        raise ValueError(f"te_jax.models: at has the shape {at.shape}; pass {x.shape[:1]}, a token of each row.")
     return jnp.take_along_axis(x, at[:, None, None], axis=1)[:, 0]

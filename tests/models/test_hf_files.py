@@ -13,7 +13,7 @@ from hf_folders import CLASSES, FIXTURES, Accepted, load_nothing, outcome, pack,
 
 from te_jax import hf
 from te_jax.hf import files, filling
-from te_jax.models import EncoderLM, generate
+from te_jax.models import CausalLM, EncoderDecoder, EncoderLM, generate
 
 pytest.importorskip("safetensors")
 from safetensors.numpy import load_file, save_file
@@ -121,6 +121,33 @@ def test_what_is_no_argument(monkeypatch, tmp_path):
         error = outcome(*call)
         assert type(error) in CLASSES and says in str(error), (says, error)
     assert not (tmp_path / "no").exists()
+
+
+def test_what_generate_refuses(monkeypatch):
+    """Before anything is computed. A list of lengths is checked as an array is."""
+    trace_once(monkeypatch)
+    config, tokens, init = hf.read_config(FIXTURES / "llama3"), np.ones((2, 4), int), jax.random.key(0)
+    run = functools.partial(generate, CausalLM(config), {}, tokens, 2)
+    wrong = {
+        r"lengths are \[0, 9\], of prompts of 4 tokens": dict(lengths=[0, 9]),
+        "lengths is float32.2.; pass None or an integer array": dict(lengths=np.array([2.5, 3])),
+        r"lengths has the shape \(1,\); pass \(2,\)": dict(lengths=np.array([3])),
+        "stop_at is -1; pass None or an int from 0 to 82": dict(stop_at=-1),
+        "stop_at is 83": dict(stop_at=83),
+        "sampling is None; pass a te_jax.models.Sampling": dict(sampling=None),
+        "key is 0; pass None or a jax.random key": dict(key=0),
+        "input_lengths is given without encoded": dict(input_lengths=np.array([1, 2])),
+        r"prompts has the shape \(2, 0\); pass": dict(prompts=np.ones((2, 0), int)),
+    }
+    for says, given in wrong.items():
+        with pytest.raises(CLASSES, match=says):
+            run(**given) if "prompts" not in given else generate(CausalLM(config), {}, given["prompts"], 2)
+    with pytest.raises(ValueError, match="hidden is given together with labels"):
+        EncoderLM(hf.read_config(FIXTURES / "bert")).init(init, tokens, tokens, hidden=True)
+    with pytest.raises(ValueError, match="labels are given without tokens"):
+        EncoderDecoder(hf.read_config(FIXTURES / "t5")).init(init, None, tokens, inputs=tokens)
+    with pytest.raises(TypeError, match=r"CausalLM: tokens is float32\[2, 4\]; pass an integer array"):
+        CausalLM(config).init(init, tokens.astype(np.float32))
 
 
 def test_only_models_that_write_generate():

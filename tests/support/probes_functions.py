@@ -218,6 +218,8 @@ ATTENTION = probes(
         ("bias type's case", {"attn_bias_type": "No_Bias"}, None, ""),
         ("softmax type", {"softmax_type": "sink"}, V, "softmax_type is 'sink'"),
         ("softmax type True", {"softmax_type": True}, T, "softmax_type is True"),
+        ("an offset of a list", {"softmax_type": "learnable", "softmax_offset": [0.0]}, T, "softmax_offset is .0.0"),
+        ("a soft cap beyond 64 bits", {"logit_softcap": 10**30}, None, ""),
         ("learnable without an offset", {"softmax_type": "learnable"}, V, "softmax_offset is None"),
         ("scale 'auto'", {"scale": "auto"}, T, "scale is 'auto'; pass None or a finite"),
         ("scale nan", {"scale": float("nan")}, T, "scale is nan"),

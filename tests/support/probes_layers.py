@@ -9,16 +9,21 @@ from probes_functions import CURRENT, O, T, V, mesh, probes, shaped, under
 
 import te_jax as te
 from te_jax.layers import (
+    DeltaWeights,
+    MambaState,
+    MambaWeights,
     MoEOptions,
     dense,
     dot_general,
+    gated_delta_net,
     gated_norm_dense,
     layernorm_dense,
     layernorm_mlp,
     linear_cross_entropy,
+    mamba2,
     moe,
 )
-from te_jax.ops.router import RouterOptions
+from te_jax.ops.router import RouterOptions, route
 
 
 def named_partial(f, **kwargs):
@@ -75,6 +80,32 @@ LOSS = probes(
         ("words_first of numpy", {"words_first": np.bool_(False)}, None, ""),
     ],
 )  # fmt: skip
+HEADS, CONVS = O((2, 5, 4, 3)), (O((4, 12)), O((4, 6)), O((4, 6)), None, None, None)
+OF_MAMBA = MambaWeights(*CONVS, O(4), O(4), O(4), O(12))
+OF_DELTA = DeltaWeights(*CONVS, O(4), O(4), O(3))
+WEIGHTS = [
+    ("weights a tuple", {6: tuple(OF_DELTA)}, T, "weights is .*; pass a te_jax.layers.DeltaWeights"),
+    ("one decay for all heads", {6: OF_DELTA._replace(A_log=O(1))}, V, r"weights.A_log has shape \(1,\); pass \[4\]"),
+    ("decays of ints", {6: OF_DELTA._replace(A_log=O(4, int))}, T, "weights.A_log is int32"),
+    ("one step for all heads", {6: OF_DELTA._replace(dt_bias=O(()))}, V, "weights.dt_bias has shape"),
+    ("q None", {0: None}, T, "te_jax.layers.gated_delta_net: q is None"),
+    ("b of ints", {3: O((2, 5, 4), int)}, T, "b is int32"),
+    ("state 0", {"state": 0}, T, "state is 0; pass None or a te_jax.layers.DeltaState"),
+    ("a Mamba's state", {"state": MambaState(*[O(2)] * 4)}, T, "pass None or a te_jax.layers.DeltaState"),
+    ("axis a list", {"axis": ["cp"]}, T, "axis is .*pass None or a string"),
+    ("as it is", {}, None, ""),
+]
+MIXERS = [
+    *probes(gated_delta_net, *[O((2, 5, 2, 3))] * 2, HEADS, *[O((2, 5, 4))] * 2, HEADS, OF_DELTA, rows=WEIGHTS),
+    *probes(mamba2, HEADS, *[O((2, 5, 2, 3))] * 2, O((2, 5, 4)), HEADS, OF_MAMBA, rows=[
+        ("weights None", {5: None}, T, "weights is None; pass a te_jax.layers.MambaWeights"),
+        ("decays of ints", {5: OF_MAMBA._replace(A_log=O(4, int))}, T, "weights.A_log is int32"),
+        ("x None", {0: None}, T, "te_jax.layers.mamba2: x is None"),
+        ("state ''", {"state": ""}, T, "state is ''; pass None or a te_jax.layers.MambaState"),
+        ("as it is", {}, None, ""),
+    ]),
+]  # fmt: skip
+ROUTER = probes(route, O((4, 8)), RouterOptions(1), rows=[("options a number", {1: 2}, T, "options is 2; pass a Rou")])
 ON_MESHES = [
     *(
         Probe(f"{f.__name__}: an axis that the mesh lacks", under(None, shaped(f, *args, **of_call), mesh), V,
@@ -88,4 +119,4 @@ ON_MESHES = [
     ),
 ]  # fmt: skip
 
-PROBES = [*GATED, *PRODUCT, *MIXTURE, *EXPLAINED, EXPLAINED_LATENT, *LOSS, *ON_MESHES]
+PROBES = [*GATED, *PRODUCT, *MIXTURE, *EXPLAINED, EXPLAINED_LATENT, *LOSS, *MIXERS, *ROUTER, *ON_MESHES]

@@ -30,7 +30,7 @@ from te_jax.layers.experts.weights import ExpertKernel, Parts, arrays_of, hidden
 from te_jax.layers.linear import check_recipe_and_metas, check_residual, warn_of_bf16_products
 from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
 from te_jax.ops.experts.permute import group
-from te_jax.ops.experts.router import RouterOptions, Routing, load_balancing_loss, route, z_loss
+from te_jax.ops.experts.router import ROUTER_OPTIONS, RouterOptions, Routing, load_balancing_loss, route, z_loss
 from te_jax.ops.gemm.dense import dot
 from te_jax.ops.quantize import activation as act_op
 from te_jax.ops.quantize import norm as norm_op
@@ -39,8 +39,6 @@ from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import check_spec
 from te_jax.sharding.resource import current_mesh_resource, stage_axes
 from te_jax.state import fp8
-
-_ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
 
 
 @dataclass(frozen=True)
@@ -70,7 +68,7 @@ class MoEOptions(KnownFields):
     def __post_init__(self) -> None:
         name = type(self).__name__
         for what, kind in (
-            ("router", _ROUTER_OPTIONS),
+            ("router", ROUTER_OPTIONS),
             ("activations", act_op.ACTIVATIONS),
             ("capacity_factor", NONE | number(above=0)),
             ("per_sequence_loss", BOOL),

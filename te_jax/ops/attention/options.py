@@ -196,7 +196,8 @@ def check_options(
         check(op, name, given[name], BOOL)
         checked[name] = bool(given[name])
     check(op, "context_checkpoint_name", given["context_checkpoint_name"], NONE | STRING)
-    check(op, "logit_softcap", given["logit_softcap"], SOFTCAP)
+    check(op, "logit_softcap", softcap := given["logit_softcap"], SOFTCAP)
+    checked["logit_softcap"] = softcap if softcap is None else float(softcap)
     check(op, "implementation", given["implementation"], _IMPLEMENTATION)
     if given["alibi_slopes"] is not None:
         _check_alibi(op, given["alibi_slopes"], len(batch), h, bias_type, given["sequence_descriptor"])
@@ -327,6 +328,7 @@ def _check_alibi(op, slopes, batch_axes, h, bias_type, described):
 def _softmax_type(op, kind, offset, h) -> str:
     check(op, "softmax_type", kind, SOFTMAX_TYPE)
     name = plain(kind)
+    check(op, "softmax_offset", offset, NONE | ARRAY)
     if (name == "learnable") != (offset is not None):
         given = "None" if offset is None else f"given, of shape {tuple(offset.shape)}"
         raise ValueError(f"{op}: softmax_type is {kind!r}, but softmax_offset is {given}; only 'learnable' takes it.")

@@ -11,7 +11,7 @@ from jax import lax
 from jax.core import max_dim, min_dim
 
 from te_jax.core.arrays import as_jax, as_rank
-from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, KnownFields, check, integer, number, one_of
+from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, Kind, KnownFields, check, integer, number, one_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
@@ -94,6 +94,9 @@ class Routing(NamedTuple):
     counts: jax.Array  # i32[E], the pairs (token, choice) of each expert
 
 
+ROUTER_OPTIONS = Kind("a RouterOptions", lambda value: isinstance(value, RouterOptions))
+
+
 def route(logits: jax.Array, options: RouterOptions, *, expert_bias: jax.Array | None = None) -> Routing:
     """The k experts of every token, in the order of their scores, and their weights; differentiable in the logits.
 
@@ -106,6 +109,7 @@ def route(logits: jax.Array, options: RouterOptions, *, expert_bias: jax.Array |
     Raises ValueError or TypeError for arguments that do not fit.
     """
     logits = _check_logits(logits)
+    check(_ROUTER, "options", options, ROUTER_OPTIONS)
     options.check_experts(num_experts := logits.shape[-1])
     if expert_bias is not None:
         (expert_bias,) = as_jax(expert_bias)
