@@ -185,7 +185,8 @@ def _is_finite(value) -> bool:
 
 def _dtype(value) -> np.dtype | None:
     try:
-        return None if value is None else jnp.dtype(value)
+        # numpy takes whatever has a dtype of its own for it: an array is a mistake.
+        return None if value is None or isinstance(value, _ARRAY_TYPES) else jnp.dtype(value)
     except TypeError:
         return None
 
@@ -261,6 +262,7 @@ FLOATING = Kind(
 )
 _ARRAY_TYPES = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # Types of arrays count too.
 ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAY_TYPES))
+RANDOM_KEY = Kind("a jax.random key", ARRAY.is_type)
 
 
 def array_of(*dtypes: Any, text: str) -> Kind:

@@ -77,7 +77,7 @@ def norm_type(name: str) -> str:
     return plain(name).replace("_", "")
 
 
-_INIT = Kind("an initializer, f(key, shape, dtype) -> array", FUNCTION.is_type)
+INITIALIZER = Kind("an initializer, f(key, shape, dtype) -> array", FUNCTION.is_type)
 _AXES = tuple_of(NONE | STRING | tuple_of(STRING))
 _LOGICAL_AXES = Kind("a tuple of logical axis names and None", _AXES.is_type, _AXES.is_in)
 _POSITIVE, POSITIVE_INTS = integer(1), tuple_of(integer(1))
@@ -185,8 +185,8 @@ FIELDS: dict[str, Kind] = {
     # parameters
     **_each(FLOATING, "dtype"),
     **_each(NONE | FLOATING, "params_dtype"),
-    **_each(_INIT, "bias_init ln_bias_init embedding_init"),
-    **_each(NONE | _INIT, "kernel_init scale_init mha_kernel_init mlp_kernel_init"),
+    **_each(INITIALIZER, "bias_init ln_bias_init embedding_init"),
+    **_each(NONE | INITIALIZER, "kernel_init scale_init mha_kernel_init mlp_kernel_init"),
     **_each(_LOGICAL_AXES, "kernel_axes kernel_axes_1 kernel_axes_2 bias_axes bias_axes_1 bias_axes_2"),
     **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes gate_axes"),
     **_each(NONE | _LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),

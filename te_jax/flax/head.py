@@ -11,7 +11,7 @@ from te_jax.core.check import integer
 from te_jax.core.placement import mesh_axes
 from te_jax.core.products import product
 from te_jax.flax._common import Axes, Initializer, activation_axes, floating, in_compute_dtype, parameter
-from te_jax.flax._fields import Module, check_call
+from te_jax.flax._fields import INITIALIZER, Module, check_call
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.layers import linear_cross_entropy
 from te_jax.layers._specs import dense_spec
@@ -47,7 +47,7 @@ class LMHead(Module):
     params_dtype: jnp.dtype | None = None
 
     if not TYPE_CHECKING:  # as `Module` says
-        own_kinds = {"features": integer(1)}
+        own_kinds = {"features": integer(1), "kernel_init": INITIALIZER}
 
     @nn.compact
     def __call__(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.core.arrays import as_jax, known_values
-from te_jax.core.check import ARRAY, INTEGERS, NONE, Kind, KnownFields, check, integer, number
+from te_jax.core.check import INTEGERS, NONE, RANDOM_KEY, Kind, KnownFields, check, integer, number
 from te_jax.core.loops import plain_loops
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
@@ -60,7 +60,6 @@ class Sampling(KnownFields):
 
 GREEDY = Sampling(temperature=0)
 _SAMPLING = Kind("a te_jax.models.Sampling", lambda value: isinstance(value, Sampling))
-_KEY = Kind("a jax.random key", ARRAY.is_type)
 _WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model, CausalLM | EncoderDecoder))
 
 
@@ -128,10 +127,6 @@ def _next(choose, key, i, logits, over, stop_at):
     return token if stop_at is None else jnp.where(over, stop_at, token)
 
 
-def _listed(lengths):
-    return np.asarray(lengths) if isinstance(lengths, list | tuple) else lengths
-
-
 def generate(
     model: Model,
     variables: Any,
@@ -162,12 +157,13 @@ def generate(
     name = "te_jax.models.generate"
     check(name, "model", model, _WRITER)
     check(name, "variables", variables, VARIABLES)
-    prompts, lengths, input_lengths = as_jax(prompts, *map(_listed, (lengths, input_lengths)))
+    listed = lambda a: np.asarray(a) if isinstance(a, list | tuple) else a
+    prompts, lengths, input_lengths = as_jax(prompts, listed(lengths), listed(input_lengths))
     for what, value, kind in (
         *(("prompts", prompts, INTEGERS), ("lengths", lengths, NONE | INTEGERS), ("count", count, integer(1))),
         *(
             ("sampling", sampling, _SAMPLING),
-            ("key", key, NONE | _KEY),
+            ("key", key, NONE | RANDOM_KEY),
             ("input_lengths", input_lengths, NONE | INTEGERS),
         ),
         ("stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1)),

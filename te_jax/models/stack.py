@@ -179,7 +179,7 @@ def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
     return SequenceDescriptor.from_seqlens(lengths)
 
 
-_KINDS = {
+_KINDS_OF_MODEL = {
     "config": Kind("a te_jax.models.ModelConfig", lambda config: isinstance(config, ModelConfig)),
     "remat_policy": NONE | FUNCTION,
     **dict.fromkeys(("scan", "remat", "embed_by_product"), BOOL),
@@ -218,7 +218,7 @@ class Model(Module):
     embed_by_product: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
-        own_kinds, rules = _KINDS, (policies_are_of_remat,)
+        own_kinds, rules = _KINDS_OF_MODEL, (policies_are_of_remat,)
 
     @property
     def dtypes(self) -> dict[str, Any]:

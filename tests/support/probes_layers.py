@@ -2,12 +2,14 @@
 
 import functools
 
+import jax
 import numpy as np
 from jax.sharding import PartitionSpec
 from probes import Probe
 from probes_functions import CURRENT, O, T, V, mesh, probes, shaped, under
 
 import te_jax as te
+from te_jax.flax import LMHead
 from te_jax.layers import (
     DeltaWeights,
     MambaState,
@@ -105,6 +107,12 @@ MIXERS = [
         ("as it is", {}, None, ""),
     ]),
 ]  # fmt: skip
+HEAD = Probe(
+    "LMHead(kernel_init=None)",
+    lambda: LMHead(8, kernel_init=None).init(jax.random.key(0), O((2, 4))),
+    T,
+    "LMHead: kernel_init is None; pass an initializer",
+)
 ROUTER = probes(route, O((4, 8)), RouterOptions(1), rows=[("options a number", {1: 2}, T, "options is 2; pass a Rou")])
 ON_MESHES = [
     *(
@@ -119,4 +127,4 @@ ON_MESHES = [
     ),
 ]  # fmt: skip
 
-PROBES = [*GATED, *PRODUCT, *MIXTURE, *EXPLAINED, EXPLAINED_LATENT, *LOSS, *MIXERS, *ROUTER, *ON_MESHES]
+PROBES = [*GATED, *PRODUCT, *MIXTURE, *EXPLAINED, EXPLAINED_LATENT, *LOSS, *MIXERS, HEAD, *ROUTER, *ON_MESHES]

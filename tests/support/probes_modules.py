@@ -296,6 +296,7 @@ PARAMETERS = [
     (DENSE, dict(dtype=np.dtype("float16")), None, ""),
     (DENSE, dict(params_dtype="half precision"), T, "params_dtype is 'half precision'"),
     (DENSE, dict(params_dtype=jnp.int8), V, "params_dtype is"),
+    (DENSE, dict(params_dtype=np.ones(2, np.float32)), T, r"params_dtype is float32\[2\]; pass None or a floating"),
     (TRANSFORMER, dict(dtype="bf16"), T, "dtype is 'bf16'; .*'bfloat16'"),
     (CORE, dict(dtype="bf16"), T, "dtype is 'bf16'"),
     (CORE, dict(dtype=jnp.bfloat16), V, "dtype is bfloat16, query is float32"),

@@ -14,6 +14,7 @@ from te_jax.core.check import (
     ARRAY,
     BOOL,
     NONE,
+    RANDOM_KEY,
     RATE,
     STRING,
     Kind,
@@ -44,7 +45,6 @@ WINDOW = Kind(
 )
 MASK_ARRAY = array_of(jnp.bool_, jnp.integer, text="a bool or integer array, True where a key is masked out")
 DESCRIPTOR = Kind("a SequenceDescriptor", lambda value: isinstance(value, SequenceDescriptor))
-_KEY = NONE | Kind("a jax.random key", ARRAY.is_type)
 _SCALE = Kind(
     "None or a finite Python number (scale q for one that is traced)",
     lambda scale: number().accepts(scale),
@@ -350,7 +350,7 @@ def _scale(op, scale, d) -> float:
 
 def _dropout_rate(op, rate, rng, needs_rng) -> float:
     check(op, "dropout_rate", rate, RATE)
-    check(op, "dropout_rng", rng, _KEY)
+    check(op, "dropout_rng", rng, NONE | RANDOM_KEY)
     if rate > 0 and rng is None and needs_rng:
         raise ValueError(f"{op}: dropout_rate is {rate}, but dropout_rng is None; pass a jax.random key.")
     return float(rate)
