@@ -1,10 +1,12 @@
 """CausalLM: a decoder that predicts the next token of one text."""
 
+from typing import TYPE_CHECKING
+
 import jax
 from flax import linen as nn
 
 from te_jax.models.layer_inputs import layer_inputs
-from te_jax.models.stack import Model, rows_at
+from te_jax.models.stack import OF_IMAGES, Model, rows_at
 from te_jax.ops.attention import SequenceDescriptor
 
 
@@ -25,6 +27,9 @@ class CausalLM(Model):
         )
         loss = loss + sum(map(jnp.sum, jax.tree.leaves(sown)))
     """
+
+    if not TYPE_CHECKING:  # as `Module` says
+        unread = ("num_decoder_layers", "head_transform", *OF_IMAGES)
 
     @nn.compact
     def __call__(

@@ -10,6 +10,11 @@ from flax.core import FrozenDict
 from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, integer, number, tuple_of
 
 _LAYER_FIELDS = Kind("a dict of fields of te_jax.flax.TransformerLayer", lambda value: isinstance(value, Mapping))
+_NOT_OF_LAYERS = {
+    "hidden_size": "which is a field of its own",
+    **dict.fromkeys(("dtype", "params_dtype"), "which is a field of the model"),
+    "transpose_batch_sequence": "but models take tokens [b, s]",
+}
 _KINDS_OF_CONFIG = {
     "vocab_size": integer(0),
     "num_layers": integer(1),
@@ -123,8 +128,9 @@ class ModelConfig(KnownFields):
                 f"{self.patch_size}; pass a vocab_size above 0, or 0 and both sizes of images."
             )
         for fields in (self.layer, *self.pattern, *self.first):
-            if "hidden_size" in fields:
-                raise ValueError("ModelConfig: layer has hidden_size, which is a field of its own; leave it out there.")
+            for name in _NOT_OF_LAYERS.keys() & fields.keys():
+                if fields[name] is not False:
+                    raise ValueError(f"ModelConfig: layer has {name}, {_NOT_OF_LAYERS[name]}; leave it out there.")
         object.__setattr__(self, "layer", FrozenDict(self.layer))
         for name in ("pattern", "first"):
             object.__setattr__(self, name, tuple(map(FrozenDict, getattr(self, name))))

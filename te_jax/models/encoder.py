@@ -1,6 +1,6 @@
 """EncoderLM: an encoder that predicts masked tokens, as BERT; EncoderDecoder: from one text to another, as T5."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ from flax import linen as nn
 
 import te_jax.flax as te_flax
 from te_jax.flax._common import parameter
-from te_jax.models.stack import Model, rows_at
+from te_jax.models.stack import OF_IMAGES, Model, rows_at
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.quantize.activation import activation
 from te_jax.sharding import W_FSDP_AXES, W_TP_AXES
@@ -20,6 +20,9 @@ class EncoderLM(Model):
     Parameters as of `CausalLM`; `token_types` [token_types, H]; `embedding_norm`; with head_transform
     `head_dense/{kernel, bias}`, `head_norm` and `head_bias` [V].
     """
+
+    if not TYPE_CHECKING:  # as `Module` says
+        unread = ("num_decoder_layers", *OF_IMAGES)
 
     @nn.compact
     def __call__(
@@ -79,6 +82,9 @@ class EncoderDecoder(Model):
     and `relpos_bias` [h, 32], the table of relative positions of all of its layers; `head`, unless it is the
     embedding.
     """
+
+    if not TYPE_CHECKING:  # as `Module` says
+        unread = ("head_transform", "token_types", *OF_IMAGES)
 
     @nn.compact
     def __call__(

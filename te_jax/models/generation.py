@@ -59,6 +59,7 @@ class Sampling(KnownFields):
 
 
 GREEDY = Sampling(temperature=0)
+_INTEGER_SCALAR = Kind("an integer scalar", lambda value: INTEGERS.is_type(value) and value.ndim == 0)
 _SAMPLING = Kind("a te_jax.models.Sampling", lambda value: isinstance(value, Sampling))
 _WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model, CausalLM | EncoderDecoder))
 
@@ -152,7 +153,7 @@ def generate(
 
     Raises TypeError for another model and for prompts and lengths that are no integers, ValueError for prompts that are
     not [b, s], for a sampling that wants a key and gets none, for more tokens than there are learned positions, for
-    lengths that are known and out of range, and for a stop_at out of the vocabulary.
+    lengths that are known and out of range, and for a stop_at that is an int out of the vocabulary.
     """
     name = "te_jax.models.generate"
     check(name, "model", model, _WRITER)
@@ -166,7 +167,7 @@ def generate(
             ("key", key, NONE | RANDOM_KEY),
             ("input_lengths", input_lengths, NONE | INTEGERS),
         ),
-        ("stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1)),
+        ("stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1) | _INTEGER_SCALAR),
     ):
         check(name, what, value, kind)
     if encoded is None and input_lengths is not None:

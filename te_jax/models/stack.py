@@ -1,5 +1,6 @@
 """What the models are made of: embeddings, a stack of layers, scanned or not, and the norm behind it."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -179,6 +180,7 @@ def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
     return SequenceDescriptor.from_seqlens(lengths)
 
 
+OF_IMAGES = ("image_size", "patch_size", "image_channels", "pooling_head", "class_token", "num_labels")
 _KINDS_OF_MODEL = {
     "config": Kind("a te_jax.models.ModelConfig", lambda config: isinstance(config, ModelConfig)),
     "remat_policy": NONE | FUNCTION,
@@ -190,6 +192,14 @@ def policies_are_of_remat(model: Any) -> str | None:
     """`remat_policy` needs `remat`."""
     if model.remat_policy is not None and not model.remat:
         return "remat_policy is given, but remat is False, so that everything is kept; pass remat=True, or leave it out"
+
+
+def reads_its_config(model: Any) -> str | None:
+    """What the config sets, the model reads."""
+    for field in dataclasses.fields(ModelConfig):
+        value = getattr(model.config, field.name)
+        if field.name in model.unread and value != field.default:
+            return f"config.{field.name} is {value!r}, which a {type(model).__name__} does not read; leave it out"
 
 
 class Model(Module):
@@ -218,7 +228,8 @@ class Model(Module):
     embed_by_product: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
-        own_kinds, rules = _KINDS_OF_MODEL, (policies_are_of_remat,)
+        own_kinds, rules = _KINDS_OF_MODEL, (policies_are_of_remat, reads_its_config)
+        unread = ()  # fields of `config`
 
     @property
     def dtypes(self) -> dict[str, Any]:

@@ -169,7 +169,9 @@ def test_calls_say_what_is_meant(cls):
         return  # a base without a call of its own
     assert issubclass(cls, KnownArguments) and "self" in inspect.signature(cls.__call__).parameters
     known = call_signature(cls).parameters
-    fields = dict(features=2, hidden_size=8, config=None, head_dim=8, num_attention_heads=2, num_experts=2)
+    fields = dict(
+        features=2, hidden_size=8, config=models.ModelConfig(8, 1, 8), head_dim=8, num_attention_heads=2, num_experts=2
+    )
     fields |= dict(num_buckets=2, max_distance=2, ssm_num_heads=2, linear_num_value_heads=2)
     if cls is te_flax.MultiHeadLatentAttention:
         fields |= dict(kv_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8)

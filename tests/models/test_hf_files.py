@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import shutil
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -175,3 +176,15 @@ def test_a_second_load_traces_nothing(monkeypatch, name):
 
     monkeypatch.setattr(filling, "_make_variables", traced)
     jax.tree.map(np.testing.assert_array_equal, hf.load(FIXTURES / name)[1], first)
+
+
+def test_models_read_what_their_config_sets():
+    """A field of another model, or of a layer, that nothing would read."""
+    config, tokens = hf.read_config(FIXTURES / "llama3"), np.ones((2, 4), int)
+    for name, value in dict(num_labels=3, head_transform=True, num_decoder_layers=1).items():
+        with pytest.raises(ValueError, match=f"CausalLM: config.{name} is {value}, which a CausalLM does not read"):
+            CausalLM(replace(config, **{name: value})).init(jax.random.key(0), tokens)
+    for name, value in dict(transpose_batch_sequence=True, dtype=np.float32, hidden_size=8).items():
+        with pytest.raises(ValueError, match=f"ModelConfig: layer has {name}, .*; leave it out there"):
+            config.with_layer(**{name: value})
+    config.with_layer(transpose_batch_sequence=False)
