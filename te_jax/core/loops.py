@@ -47,10 +47,11 @@ def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
 
     fun: a function that returns arrays in trees. Of its arguments, arrays are traced, and other leaves are static.
 
-    All of a result is written, so no number changes. The scans give the derivatives. Left as they are: scans with
-    an unroll other than 1, of symbolic sizes, within a `shard_map` or around one in which `fun` is called, on meshes of
-    both Explicit and Auto axes, with results in the host's memory or of a weak type, with a `jax.Ref`; and all under
-    jax_debug_nans and jax_debug_infs, which would look into what is not written yet.
+    All of a result is written, so numbers are those of the scans, but for how XLA fuses what reads a written row. The
+    scans give the derivatives. Left as they are: scans with an unroll other than 1, of symbolic sizes, within a
+    `shard_map` or around one in which `fun` is called, on meshes of both Explicit and Auto axes, with results in the
+    host's memory or of a weak type, with a `jax.Ref`; and all under jax_debug_nans and jax_debug_infs, which would look
+    into what is not written yet.
     """
 
     def call(*args, **kwargs):

@@ -70,13 +70,12 @@ def _written(inner: Jaxpr, rows: Sequence[Any], results: Sequence[Any]) -> dict[
 
 
 def _is_write(eqn) -> bool:
-    """Whether an equation overwrites entries of its first operand, by indices that can count the rows of a stack too.
-    `x.at[...].apply(f)` is a scatter as well, of f."""
-    return (
-        eqn.primitive.name == "scatter"
-        and eqn.params["update_jaxpr"] is None
-        and eqn.invars[1].aval.dtype.itemsize >= 4
-    )
+    """Whether an equation overwrites entries of its first operand, by indices that can count the rows of a stack too;
+    not all of it, `x.at[...].set(new)`. `x.at[...].apply(f)` is a scatter as well, of f."""
+    if eqn.primitive.name != "scatter" or eqn.params["update_jaxpr"] is not None:
+        return False
+    indices = eqn.invars[1].aval
+    return indices.shape[-1] > 0 and indices.dtype.itemsize >= 4
 
 
 def _write(params: Mapping[str, Any], stack, number, indices, updates):

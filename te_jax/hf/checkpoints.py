@@ -144,7 +144,8 @@ def load(
     for an index that leads out of the folder, and for sizes in config.json that no tensor has; ValueError, naming the
     tensor, for one that is missing, too many or of another shape or type than the family has, scales among them, and
     for a copy of a tied tensor that differs from it; ValueError, naming the word, for a config.json that te_jax has no
-    model of; TypeError for the field params_dtype, for an fp8 that is no recipe, and for shardings that are none.
+    model of; ValueError for shardings of parameters that the model has not, and for fp8_gradients without fp8;
+    TypeError for the field params_dtype, for an fp8 that is no recipe, and for shardings that are none.
     """
     name = "te_jax.hf.load"
     check(name, "folder", folder, _FOLDER)
@@ -186,7 +187,7 @@ def load(
 
 def _shardings_by_path(shardings, paths: Container[str]) -> dict[str, Any]:
     """By the paths of variables. Raises ValueError for parameters that the model has not: of layers that it stacks or
-    does not, say. Other collections than it makes are read past, as of FP8 state."""
+    does not, say. Other collections next to `params` are read past, as of FP8 state."""
     check("te_jax.hf.load", "shardings", shardings, NONE | _SHARDINGS)
     flat = {} if shardings is None else flatten_dict(nn.meta.unbox(shardings), sep="/")
     for path, sharding in flat.items():

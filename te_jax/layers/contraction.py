@@ -53,7 +53,8 @@ def dot_general(
     recipe, metas, checkpoint, name: as in `dense`. Without a recipe this is `jax.lax.dot_general`.
 
     Returns [*free axes of lhs, *free axes of rhs]. Raises ValueError under a recipe for batch axes, operands of
-    other dtypes, no contracted axis and a higher precision; for axes as `jax.lax.dot_general`; otherwise as `dense`.
+    other dtypes, no contracted axis and a higher precision; for axes ValueError or TypeError as `jax.lax.dot_general`;
+    otherwise as `dense`.
     """
     if recipe is None:
         types = dict(precision=precision, preferred_element_type=preferred_element_type)
@@ -70,8 +71,7 @@ def dot_general(
     _check_precision(name, precision)
     dtype = jnp.result_type(lhs, rhs) if preferred_element_type is None else jnp.dtype(preferred_element_type)
     # Sorted as lhs has them: mostly they are its last axes, and nothing is moved.
-    pairs = sorted((a % lhs.ndim, b % rhs.ndim) for a, b in zip(*dimension_numbers[0]))
-    inner, outer = zip(*pairs)
+    inner, outer = zip(*sorted(zip(*dimension_numbers[0])))
     x = jnp.transpose(lhs, [*(i for i in range(lhs.ndim) if i not in inner), *inner])
     weight = jnp.transpose(rhs, [*outer, *(i for i in range(rhs.ndim) if i not in outer)])
     contract = len(inner)

@@ -129,7 +129,7 @@ class ModelConfig(KnownFields):
             )
         for fields in (self.layer, *self.pattern, *self.first):
             for name in _NOT_OF_LAYERS.keys() & fields.keys():
-                if fields[name] is not False:
+                if fields[name] not in (None, False):
                     raise ValueError(f"ModelConfig: layer has {name}, {_NOT_OF_LAYERS[name]}; leave it out there.")
         object.__setattr__(self, "layer", FrozenDict(self.layer))
         for name in ("pattern", "first"):

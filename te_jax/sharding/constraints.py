@@ -38,7 +38,8 @@ def check_spec(name: str, argument: str, spec: Any, ndim: int) -> None:
     if len(spec) > ndim:
         raise ValueError(f"{name}: {argument} is {spec}, but it is for {ndim} axes; pass at most {ndim} entries.")
     sizes = mesh_sizes()
-    for axis in (axis for entry in spec for axis in mesh_axes(entry) if sizes and axis not in sizes):
+    named = [axis for entry in spec if entry is not PartitionSpec.UNCONSTRAINED for axis in mesh_axes(entry)]
+    for axis in (axis for axis in named if sizes and axis not in sizes):
         raise ValueError(
             f"{name}: {argument} names the mesh axis {axis!r}, but the mesh in force has {tuple(sizes)}; name one that "
             "is there, or None."

@@ -284,6 +284,10 @@ def set_token(row, new, at):
     return row.at[at].set(new, mode="drop", unique_indices=True)
 
 
+def set_row(row, new, at):
+    return row.at[...].set(new)
+
+
 def add_token(row, new, at):
     return row.at[at].add(new, mode="drop", unique_indices=True)
 
@@ -317,10 +321,11 @@ def caches(slots=4, rows=3):
         (dict(), 2),
         (dict(reverse=True), 2),
         (dict(read=lambda old, new: old + new), 1),  # the old row would have to be read before
+        (dict(write=set_row), 0),
         (dict(write=add_token), 0),
         (dict(write=apply_sine), 0),
     ],
-    ids=["forwards", "backwards", "read", "added", "applied"],
+    ids=["forwards", "backwards", "read", "whole", "added", "applied"],
 )
 def test_entries_are_written_into_the_stack(options, in_place):
     """One token is in no slot, and is dropped."""

@@ -14,6 +14,7 @@ from te_jax import sharding
 from te_jax.layers import layernorm
 from te_jax.sharding import MeshResource, current_mesh_resource, extend_logical_axis_rules, global_shard_guard
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
+from te_jax.sharding.constraints import check_spec
 
 FIELDS = "dp_resource tp_resource tpsp_resource fsdp_resource pp_resource cp_resource ep_resource".split()
 
@@ -168,3 +169,10 @@ def test_stage_axes():
     assert sharding.resource.stage_axes() == frozenset()
     with global_shard_guard(MeshResource(pp_resource="stage")):
         assert sharding.resource.stage_axes() == {"stage"}
+
+
+def test_a_spec_may_leave_an_axis_to_the_partitioner():
+    with jax.set_mesh(mesh()):
+        check_spec("f", "spec", PartitionSpec("data", PartitionSpec.UNCONSTRAINED), 2)
+        with pytest.raises(ValueError, match="f: spec names the mesh axis 'rows'"):
+            check_spec("f", "spec", PartitionSpec("rows", PartitionSpec.UNCONSTRAINED), 2)

@@ -124,7 +124,7 @@ gated_delta_fwd: Op = Op(
 """q, k [b..., s, g, d], v [b..., s, h, e] and beta [b..., s, h] of floating types, gate [b..., s, h, 1] or [b..., s, h,
 d], segments i32[b..., s], initial [b..., h, d, e] -> y of v's type, final f32: `gated_delta`, and
 
-states  f32[b..., s/512, h, d, e], the state before each 512 tokens
+states  f32[b..., s/1024, h, d, e], the state before each 1024 tokens
 
 scale: of q. normalize: bool, of q and k. shared: how many heads of v share a head of q and k; 1 where these have one
 head, which then is broadcast to all, so that devices may split them.
@@ -143,7 +143,7 @@ gated_delta_bwd: Op = Op(
     cuda=partial(kernels.rule_bwd, _plain_bwd),
 )
 """The backward pass of te_gated_delta_fwd, of its operands and the states that it kept: results of the operands' types,
-and dinitial in f32. dy is of v's type or f32. What happens within 512 tokens is computed again."""
+and dinitial in f32. dy is of v's type or f32. What happens within 1024 tokens is computed again."""
 
 
 def gated_delta(
@@ -175,7 +175,7 @@ def gated_delta(
 
     Returns y as v, computed in f32; with return_final_state (y, final_state f32[b..., h, d, e]), the state behind the
     last token. A call of one token with the state before it is a step of generation. Differentiable in all floating
-    arguments; the backward pass keeps the state before each 512 tokens.
+    arguments; the backward pass keeps the state before each 1024 tokens.
 
     In plain JAX it is products and a triangular solve within chunks of 64 tokens, and a scan over chunks, in f32. On a
     GPU kernels compute it, and its gradients, where q, k and v are bf16, and d and e are multiples of 8, at most 128:
