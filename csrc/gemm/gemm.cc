@@ -1,8 +1,8 @@
-// te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]),
-// through cuBLASLt. te_gemm_block: the same of FP8 with a scale for each block of 128 along k, and
-// where m, n or k are several axes, along the last of which blocks may be cut, through the kernel of grouped
-// products.
-// A plan (the algorithm for one shape) is made in the initialize stage; execution only looks it up.
+// te_gemm: out[m, n] = lhs[m, k] @ rhs[n, k]^T * lhs_scale_inv * rhs_scale_inv (+ bias[n]) (+ c[m, n]).
+// te_gemm_block: the same of FP8 with a scale for each block of 128 along k. Both through cuBLASLt, or where
+// that is faster (gemm_own.cc) through the kernel of grouped products, as te_gemm_block where m, n or k are
+// several axes, along the last of which blocks may be cut. A plan (the algorithm for one shape) is made in
+// the initialize stage; execution only looks it up.
 #include "gemm/gemm.h"
 
 #include "base/dl.h"
@@ -123,11 +123,10 @@ Status RunOneGroup(cudaStream_t stream, const Call& call, const GemmKey& key, co
     TE_CHECK(Aligned(Data<void>(a)), "%s: arrays must be aligned to 16 bytes", call.op);
   TE_CHECK(call.workspace.bytes() >= kGroupedWorkspace, "%s: workspace has %ld bytes, pass %ld", call.op,
            long(call.workspace.bytes()), long(kGroupedWorkspace));
-  grouped::Problem p = OneGroup(key, grouped::Sums::kSquares,
-                                {call.lhs.data, call.rhs.data, nullptr, nullptr, Data<void>(call.bias),
-                                 Data<void>(call.c), call.out.data, Data<void>(call.workspace)});
+  grouped::Problem p =
+      OneGroup(key, {call.lhs.data, call.rhs.data, Data<float>(row_inv), Data<float>(block_inv),
+                     Data<void>(call.bias), Data<void>(call.c), call.out.data, Data<void>(call.workspace)});
   p.column_slots = int(grouped::SlotsOf(n)), p.k_slots = int(grouped::SlotsOf(k));
-  p.left_blocks = Data<float>(row_inv), p.right_blocks = Data<float>(block_inv);
   return grouped::Run(stream, call.op, p);
 }
 
