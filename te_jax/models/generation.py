@@ -62,6 +62,16 @@ GREEDY = Sampling(temperature=0)
 _INTEGER_SCALAR = Kind("an integer scalar", lambda value: INTEGERS.is_type(value) and value.ndim == 0)
 _SAMPLING = Kind("a te_jax.models.Sampling", lambda value: isinstance(value, Sampling))
 _WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model, CausalLM | EncoderDecoder))
+_GENERATE_ARGUMENTS = {
+    "model": _WRITER,
+    "variables": VARIABLES,
+    "prompts": INTEGERS,
+    "lengths": NONE | INTEGERS,
+    "count": integer(1),
+    "sampling": _SAMPLING,
+    "key": NONE | RANDOM_KEY,
+    "input_lengths": NONE | INTEGERS,
+}
 
 
 def read_prompts(
@@ -72,16 +82,31 @@ def read_prompts(
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those;
+    and for tokens that are known and out of the vocabulary. What pads prompts is not read.
     """
     if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(
             f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
             "leave it out: this call makes one."
         )
+    prompts = _without_padding(prompts, lengths, model.config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
     return model.apply(variables, prompts, **options, **context, mutable=["cache"])
+
+
+def _without_padding(prompts, lengths, vocab):
+    """The prompts with 0 behind their lengths: a number that is no token is NaN, and so is 0 times it in attention."""
+    prompts = jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
+    known = known_values(prompts)
+    if known is not None and (bad := np.argwhere((known < 0) | (known >= vocab))).size:
+        row, at = bad[0].tolist()
+        raise ValueError(
+            f"te_jax.models: prompts[{row}, {at}] is {known[row, at]}; pass tokens from 0 to {vocab - 1}, and lengths "
+            "where prompts are padded."
+        )
+    return prompts
 
 
 def _has_tokens(cache) -> bool:
@@ -145,7 +170,8 @@ def generate(
     model without scan is faster: see `te_jax.models.unscan`.
 
     model:    a `CausalLM` or an `EncoderDecoder`.
-    prompts:  int[b, s], padded on the right.
+    prompts:  int[b, s], padded on the right; what pads them may be any number. Under `jax.jit` tokens out of the
+              vocabulary are not seen: their logits are NaN, and what follows means nothing.
     lengths:  int[b], from 1 to s; None: the prompts have no padding.
     sampling: greedy, or what `key` of `jax.random` draws from.
     stop_at:  the end-of-text token; the rest of the row is filled with it.
@@ -153,23 +179,15 @@ def generate(
 
     Raises TypeError for another model and for prompts and lengths that are no integers, ValueError for prompts that are
     not [b, s], for a sampling that wants a key and gets none, for more tokens than there are learned positions, for
-    lengths that are known and out of range, and for a stop_at that is an int out of the vocabulary.
+    lengths and tokens that are known and out of range, and for a stop_at that is an int out of the vocabulary.
     """
     name = "te_jax.models.generate"
-    check(name, "model", model, _WRITER)
-    check(name, "variables", variables, VARIABLES)
     listed = lambda a: np.asarray(a) if isinstance(a, list | tuple) else a
     prompts, lengths, input_lengths = as_jax(prompts, listed(lengths), listed(input_lengths))
-    for what, value, kind in (
-        *(("prompts", prompts, INTEGERS), ("lengths", lengths, NONE | INTEGERS), ("count", count, integer(1))),
-        *(
-            ("sampling", sampling, _SAMPLING),
-            ("key", key, NONE | RANDOM_KEY),
-            ("input_lengths", input_lengths, NONE | INTEGERS),
-        ),
-        ("stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1) | _INTEGER_SCALAR),
-    ):
-        check(name, what, value, kind)
+    given = dict(locals())
+    for argument, kind in _GENERATE_ARGUMENTS.items():
+        check(name, argument, given[argument], kind)
+    check(name, "stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1) | _INTEGER_SCALAR)
     if encoded is None and input_lengths is not None:
         raise ValueError(f"{name}: input_lengths is given without encoded, which it is of; pass both, or neither.")
     if prompts.ndim != 2 or prompts.shape[1] == 0:
