@@ -429,6 +429,8 @@ def test_configs():
         (dict(layers=3), TypeError, "unexpected keyword argument 'layers'"),
         (dict(layer=dict(hidden_size=3)), ValueError, "layer has hidden_size"),
         (dict(layer=3), TypeError, "layer is 3"),
+        (dict(first=({}, {})), ValueError, "first has 2 entries, but num_layers is 1"),
+        (dict(first=({}, {}), num_layers=2, num_decoder_layers=1), ValueError, "2 entries, but num_decoder_layers is"),
     ):
         with pytest.raises(error, match=words):
             ModelConfig(**dict(vocab_size=8, num_layers=1, hidden_size=8) | fields)
