@@ -191,7 +191,7 @@ def _dtype(value) -> np.dtype | None:
         return None
 
 
-def _is_cut(value) -> bool:
+def _loses_bits(value) -> bool:
     """Whether jax would take 32 bits instead of float64, with no more than a warning. Python's float asks for no 64."""
     return value is not float and _dtype(value) == np.float64 and not jax.config.jax_enable_x64
 
@@ -263,9 +263,9 @@ FLOATING = Kind(
     "a floating dtype, such as jnp.bfloat16",
     is_dtype,
     # FP8 is refused.
-    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1 and not _is_cut(value),
+    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1 and not _loses_bits(value),
     lambda value: (
-        "float64 needs jax_enable_x64" if _is_cut(value) else _meant_dtype(value) if isinstance(value, str) else ""
+        "float64 needs jax_enable_x64" if _loses_bits(value) else _meant_dtype(value) if isinstance(value, str) else ""
     ),
 )
 _ARRAY_TYPES = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # Types of arrays count too.

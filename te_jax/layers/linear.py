@@ -126,11 +126,11 @@ class OperandNames(NamedTuple):
     metas: str = "metas"
 
 
-_NAMES = OperandNames()
+_OF_DENSE = OperandNames()
 
 
 def check_dense(
-    name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any, names: OperandNames = _NAMES
+    name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any, names: OperandNames = _OF_DENSE
 ) -> None:
     """Raises ValueError or TypeError, naming the layer, for operands that make no dense layer."""
     for what, a, kind in ((names.x, x, FLOAT), (names.kernel, kernel, FLOAT), (names.bias, bias, NONE | FLOAT)):

@@ -41,8 +41,8 @@ from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import constrain_to_spec
 from te_jax.state import fp8
 
-_FIRST = OperandNames("x", "wi", "wi_bias", "metas[0]")
-_SECOND = OperandNames("the activation's output", "wo", "wo_bias", "metas[1]")
+_OF_WI = OperandNames("x", "wi", "wi_bias", "metas[0]")
+_OF_WO = OperandNames("the activation's output", "wo", "wo_bias", "metas[1]")
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 _PAYS_FROM = 2**21  # elements of x: GPT layers of widths 1024 to 4096 under delayed scaling, on H100 and H200
 _TOO_SMALL = (
@@ -140,14 +140,14 @@ def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> Sh
     """
     (wi, wi_bias), (wo, wo_bias) = wi, wo
     check(name, "metas", metas, METAS_OF_TWO)
-    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0], _FIRST)
+    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0], _OF_WI)
     shape = wide_of(wi).shape
     if len(shape) != 3 or shape[1] != count:
         raise ValueError(
             f"{name}: wi has shape {shape}; pass [h, A, F], with A = {count} slots for {count} activations."
         )
     middle = ShapedArray((*x.shape[:-1], shape[-1]), x.dtype)
-    check_dense(name, middle, wide_of(wo), wo_bias, 1, recipe, metas and metas[1], _SECOND)
+    check_dense(name, middle, wide_of(wo), wo_bias, 1, recipe, metas and metas[1], _OF_WO)
     return middle
 
 
