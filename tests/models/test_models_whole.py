@@ -366,6 +366,7 @@ def test_sampling(rng):
         (dict(top_p=0.51), np.array([5, 2, 2, 0]) / 9),
         (dict(temperature=0.5), shares**2 / np.sum(shares**2)),
         (dict(temperature=0), [1, 0, 0, 0]),
+        (dict(temperature=1e-300), [1, 0, 0, 0]),
     ):
         np.testing.assert_allclose(drawn(**fields), [want, want[::-1]], atol=0.04)
     for fields, error in ((dict(temperature=-1), ValueError), (dict(top_p=0), ValueError), (dict(topk=1), TypeError)):
