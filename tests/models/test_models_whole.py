@@ -244,7 +244,7 @@ def with_latents(name="deepseek-v3") -> ModelConfig:
 
 
 def test_latent_attention_turns_by_positions(tokens):
-    config = replace(with_latents().with_layer(moe=None), pattern=(), num_layers=1)
+    config = replace(with_latents().with_layer(moe=None), pattern=(), first=(), num_layers=1)
     model, variables = made(CausalLM, config, tokens)
 
     def run(variables, tokens):
