@@ -50,8 +50,8 @@ def plain_loops(fun: Callable[..., Any]) -> Callable[..., Any]:
     All of a result is written, so numbers are those of the scans, but for how XLA fuses what reads a written row. The
     scans give the derivatives. Left as they are: scans with an unroll other than 1, of symbolic sizes, within a
     `shard_map` or around one in which `fun` is called, on meshes of both Explicit and Auto axes, with results in the
-    host's memory or of a weak type, with a `jax.Ref`; and all under jax_debug_nans and jax_debug_infs, which would look
-    into what is not written yet.
+    host's memory or of a weak type, with a `jax.Ref`, of 64 bits by `jax.enable_x64` within a `fun` of 32; and all
+    under jax_debug_nans and jax_debug_infs, which would look into what is not written yet.
     """
 
     def call(*args, **kwargs):
@@ -112,6 +112,8 @@ def _is_plain(aval: Any, mesh: Any, made: bool) -> bool:
     """Whether an array of the type `aval`, in the context of `mesh`, can be made of empty memory, by each device its
     part. made: whether it is to be; a constant is read on Explicit meshes whose type shows no mesh."""
     if not isinstance(aval, ShapedArray) or not all(isinstance(n, int) for n in aval.shape):
+        return False
+    if not jnp.issubdtype(aval.dtype, jax.dtypes.extended) and aval.dtype != jax.dtypes.canonicalize_dtype(aval.dtype):
         return False
     spec, own = aval.sharding.spec, aval.sharding.mesh
     mesh = own if own.empty and not made else mesh

@@ -112,8 +112,10 @@ def _in_all(ins, placed, factors) -> dict:
 
 
 def mesh_axes(entry: Any) -> tuple[str, ...]:
-    """One entry of a PartitionSpec as a tuple of mesh axes."""
-    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
+    """One entry of a PartitionSpec as a tuple of mesh axes; none for one that is left to the partitioner."""
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def spec_of_sharding(mesh: Any, info: Any) -> PartitionSpec:

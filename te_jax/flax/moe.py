@@ -83,7 +83,7 @@ def router_of(module: nn.Module) -> RouterOptions:
 
 def tokens_find_experts(module: nn.Module) -> str | None:
     """`num_groups` divides `num_experts`; a token chooses `num_experts_per_tok` of them, of `group_topk` groups."""
-    router_of(module).check_experts(module.num_experts)
+    return router_of(module).why_not(module.num_experts, "num_experts_per_tok")
 
 
 def weighed_tokens_have_one_expert(module: nn.Module) -> str | None:

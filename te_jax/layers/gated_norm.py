@@ -13,7 +13,7 @@ from te_jax.core.check import BOOL, FLOATS_ARRAY, NONE, STRING, check, integer, 
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like, on_explicit_mesh
 from te_jax.layers.config import Config
-from te_jax.layers.linear import check_dense, check_recipe_and_metas, check_residual, check_shardings, dense
+from te_jax.layers.linear import check_dense, check_residual, check_shardings, dense
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, QuantizedKernel, resolve_weight
@@ -93,7 +93,6 @@ def gated_norm_dense(
     """
     x, z, gamma, kernel, bias, residual = as_jax(x, z, gamma, kernel, bias, residual)
     _check_gated(name, x, z, gamma, groups, epsilon, norm_before_gate)
-    check_recipe_and_metas(name, recipe, metas)
     if not quantizes_gated_norm(x, z, gamma, groups, recipe):
         norm = dict(groups=groups, epsilon=epsilon, norm_before_gate=norm_before_gate)
         y = gated_rmsnorm(x, z, gamma, **norm, name=name)
@@ -121,8 +120,8 @@ def quantizes_gated_norm(x: Any, z: Any, gamma: Any, groups: int, recipe: Recipe
     Blocks that share a scale lie within a group, as they do in the kernel: so where there are several groups, blocks
     must divide their channels.
     """
-    if recipe is None or not _has_op(x, z, gamma, groups):
-        return False
+    if not isinstance(recipe, Recipe) or not _has_op(x, z, gamma, groups):
+        return False  # `dense` says what is wrong with another value
     form = format_of(recipe, "x")
     whole_blocks = not form.block or groups == 1 or math.prod(x.shape[-2:]) // groups % form.block == 0
     return whole_blocks and not form.square

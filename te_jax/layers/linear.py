@@ -1,6 +1,6 @@
 """y = x . kernel + bias, in FP8 where a recipe is given."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from jax.sharding import PartitionSpec
@@ -97,14 +97,14 @@ def check_shardings(name: str, shape: tuple[int, ...], out: Any = None, **specs:
         check_spec(name, argument, spec, len(shape))
 
 
-def check_recipe_and_metas(name: str, recipe: Any, metas: Any) -> None:
+def check_recipe_and_metas(name: str, recipe: Any, metas: Any, argument: str = "metas") -> None:
     """Raises TypeError or ValueError, naming the layer, unless `metas` are the state that `recipe` has. Warns of state
     without a recipe."""
-    check(name, "metas", metas, METAS)
+    check(name, argument, metas, METAS)
     note_recipe(recipe, default=True)
     if recipe is not None:
         fp8.check_recipe(name, recipe)
-        fp8.check_metas(name, "metas", metas, recipe, "pass fp8.DenseMetas")
+        fp8.check_metas(name, argument, metas, recipe, "pass fp8.DenseMetas")
     elif metas is not None:
         warn_once(name, "metas are given, but recipe is None, so nothing is in FP8; pass both, or none.")
 
@@ -117,25 +117,42 @@ def warn_of_bf16_products(name: str, recipe: Recipe) -> None:
         warn_once(name, f"{text}: no faster than bf16; recipe.Float8BlockScaling() multiplies in FP8.")
 
 
-def check_dense(name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any) -> None:
+class OperandNames(NamedTuple):
+    """What errors call the operands of a dense layer: the arguments that the user passed."""
+
+    x: str = "x"
+    kernel: str = "kernel"
+    bias: str = "bias"
+    metas: str = "metas"
+
+
+_OF_DENSE = OperandNames()
+
+
+def check_dense(
+    name: str, x: Any, kernel: Any, bias: Any, contract: int, recipe: Any, metas: Any, names: OperandNames = _OF_DENSE
+) -> None:
     """Raises ValueError or TypeError, naming the layer, for operands that make no dense layer."""
-    for what, a in (("x", x), ("kernel", kernel), ("bias", bias)):
-        if a is not None or what != "bias":
-            check(name, what, a, FLOAT)
+    for what, a, kind in ((names.x, x, FLOAT), (names.kernel, kernel, FLOAT), (names.bias, bias, NONE | FLOAT)):
+        check(name, what, a, kind)
     check(name, "contract", contract, integer())
     if not 1 <= contract <= min(x.ndim, kernel.ndim):
-        raise ValueError(f"{name}: contract is {contract}; x has {x.ndim} axes, kernel {kernel.ndim}: use fewer.")
+        raise ValueError(
+            f"{name}: contract is {contract}; {names.x} has {x.ndim} axes, {names.kernel} {kernel.ndim}: use fewer."
+        )
     inner, outer = x.shape[x.ndim - contract :], kernel.shape[:contract]
     if inner != outer:
         raise ValueError(
-            f"{name}: the last axes of x are {inner}, but the first of kernel are {outer}; make both equal."
+            f"{name}: the last axes of {names.x} are {inner}, but the first of {names.kernel} are {outer}; make both "
+            "equal."
         )
     if bias is not None and bias.shape != kernel.shape[contract:]:
-        raise ValueError(f"{name}: bias is {bias.shape}, but kernel's features are {kernel.shape[contract:]}.")
-    check_recipe_and_metas(name, recipe, metas)
+        features = f"{names.kernel}'s features are {kernel.shape[contract:]}"
+        raise ValueError(f"{name}: {names.bias} is {bias.shape}, but {features}.")
+    check_recipe_and_metas(name, recipe, metas, names.metas)
     if recipe is None:
         return
-    for what, a, add in (("x", x, "x[None]"), ("kernel", kernel, "kernel[..., None]")):
+    for what, a, add in ((names.x, x, "x[None]"), (names.kernel, kernel, f"{names.kernel}[..., None]")):
         if a.ndim - contract < format_of(recipe, "x").free_axes:
             kind = type(recipe).__name__
             raise ValueError(f"{name}: {what} has only axes that are contracted, {kind} needs one more; pass {add}.")

@@ -12,7 +12,7 @@ from te_jax.core.check import BOOL, NONE, STRING, Kind, check, tuple_of
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.types import align, like
 from te_jax.layers.config import Config
-from te_jax.layers.linear import check_dense, dense
+from te_jax.layers.linear import OperandNames, check_dense, dense
 from te_jax.layers.projections import Operands, Static, project
 from te_jax.layers.tensor import wide_of
 from te_jax.layers.weight import Projection, resolve_weight
@@ -86,13 +86,16 @@ def layernorm_dense(
     check(name, "checkpoint", checkpoint, NONE | STRING)
     x, gamma, beta = as_jax(x, gamma, beta)
     projections = [Projection(*as_jax(*p)) for p in ((kernel, bias, metas), *also)]
-    projections = [p._replace(kernel=resolve_weight(name, p.kernel, 1, recipe)) for p in projections]
+    names = [OperandNames(), *(_names_of_also(at) for at in range(len(also)))]
+    projections = [
+        p._replace(kernel=resolve_weight(name, p.kernel, 1, recipe, of.kernel)) for p, of in zip(projections, names)
+    ]
     norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "return_layernorm_output", return_layernorm_output, BOOL)
     check(name, "return_input", return_input, BOOL)
     check_spec(name, "tokens", tokens, x.ndim)
-    for p in projections:
-        check_dense(name, x, wide_of(p.kernel), p.bias, 1, recipe, p.metas)
+    for p, of in zip(projections, names):
+        check_dense(name, x, wide_of(p.kernel), p.bias, 1, recipe, p.metas, of)
     if recipe is None:
         of_norm = dict(kind=norm, zero_centered=zero_centered_gamma, eps=epsilon, name=name)
         if return_input:
@@ -112,6 +115,11 @@ def layernorm_dense(
         y, ln_out, x = project(operands, Static(*static, bool(return_layernorm_output), bool(return_input)))
     out = y if also else y[0], ln_out if return_layernorm_output else None
     return (*out, x) if return_input else out
+
+
+def _names_of_also(at: int) -> OperandNames:
+    kernel, bias, metas = (f"also[{at}].{field}" for field in Projection._fields)
+    return OperandNames("x", kernel, bias, metas)
 
 
 def _dense_each(x, *weights):

@@ -18,7 +18,7 @@ from te_jax.core.types import align, like
 from te_jax.layers import projections
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import dgrad, dgrad_and_read, fprop
-from te_jax.layers.linear import METAS, check_dense, check_residual, check_shardings, dense
+from te_jax.layers.linear import METAS, OperandNames, check_dense, check_residual, check_shardings, dense
 from te_jax.layers.norm_dense import layernorm_dense
 from te_jax.layers.produce import Role, produce, quantize_grad, quantize_weight
 from te_jax.layers.tensor import LayerUses, wide_of
@@ -41,6 +41,8 @@ from te_jax.recipe import Recipe
 from te_jax.sharding.constraints import constrain_to_spec
 from te_jax.state import fp8
 
+_OF_WI = OperandNames("x", "wi", "wi_bias", "metas[0]")
+_OF_WO = OperandNames("the activation's output", "wo", "wo_bias", "metas[1]")
 METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 _PAYS_FROM = 2**21  # elements of x: GPT layers of widths 1024 to 4096 under delayed scaling, on H100 and H200
 _TOO_SMALL = (
@@ -103,7 +105,7 @@ def layernorm_mlp(
     norm_op.check_norm(name, x, gamma, beta, norm, epsilon, zero_centered_gamma)
     check(name, "activations", activations, act_op.ACTIVATIONS)
     act_op.check_params(name, "activation_params", activations, activation_params)
-    wi, wo = (resolve_weight(name, kernel, 1, recipe) for kernel in (wi, wo))
+    wi, wo = (resolve_weight(name, w, 1, recipe, argument) for argument, w in (("wi", wi), ("wo", wo)))
     for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
         check(name, what, text, NONE | STRING)
     middle_type = _check_kernels_of_two(name, x, (wi, wi_bias), (wo, wo_bias), len(activations), recipe, metas)
@@ -138,14 +140,14 @@ def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> Sh
     """
     (wi, wi_bias), (wo, wo_bias) = wi, wo
     check(name, "metas", metas, METAS_OF_TWO)
-    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0])
+    check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0], _OF_WI)
     shape = wide_of(wi).shape
     if len(shape) != 3 or shape[1] != count:
         raise ValueError(
             f"{name}: wi has shape {shape}; pass [h, A, F], with A = {count} slots for {count} activations."
         )
     middle = ShapedArray((*x.shape[:-1], shape[-1]), x.dtype)
-    check_dense(name, middle, wide_of(wo), wo_bias, 1, recipe, metas and metas[1])
+    check_dense(name, middle, wide_of(wo), wo_bias, 1, recipe, metas and metas[1], _OF_WO)
     return middle
 
 

@@ -200,7 +200,7 @@ def check_quantized(
         raise ValueError(f"{what} is {have}, but {type(recipe).__name__} needs {need}; {way_out}.")
 
 
-def resolve_weight(name: str, kernel: Any, contract: int, recipe: Recipe | None) -> Any:
+def resolve_weight(name: str, kernel: Any, contract: int, recipe: Recipe | None, argument: str = "kernel") -> Any:
     """A layer's weight, which may be a QuantizedKernel: the array, or an Fp8Tensor that has `wide`.
 
     Raises ValueError, naming the layer, for one of another form than the recipe reads, and where what it has in FP8 is
@@ -211,14 +211,14 @@ def resolve_weight(name: str, kernel: Any, contract: int, recipe: Recipe | None)
     array, onto = kernel.tensor.wide, kernel.tensor.onto
     target, array = (array, None) if isinstance(array, GradientTarget) else (None, array)
     if onto is not None and recipe is None:
-        raise ValueError(f"{name}: kernel has an accumulator, but no recipe; leave out the collection wgrads.")
+        raise ValueError(f"{name}: {argument} has an accumulator, but no recipe; leave out the collection wgrads.")
     amax = None if array is None else kernel.tensor.amax  # without the array it is not this step's
     kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
     array = kernel.with_wide(target).dequantize() if array is None else array
     if recipe is None:
         return array
     if onto is None or not kernel.empty:
-        check_quantized(f"{name}: kernel", kernel, _shape_of(array), contract, recipe)
+        check_quantized(f"{name}: {argument}", kernel, _shape_of(array), contract, recipe)
     return array if kernel.empty and onto is None else kernel.tensor._replace(wide=array, onto=onto)
 
 

@@ -131,6 +131,12 @@ class ModelConfig(KnownFields):
             for name in _NOT_OF_LAYERS.keys() & fields.keys():
                 if fields[name] not in (None, False):
                     raise ValueError(f"ModelConfig: layer has {name}, {_NOT_OF_LAYERS[name]}; leave it out there.")
+        for name in ("num_layers", "num_decoder_layers"):
+            if (count := getattr(self, name)) is not None and len(self.first) > count:
+                raise ValueError(
+                    f"ModelConfig: first has {len(self.first)} entries, but {name} is {count}; pass one for each of "
+                    "the first layers, and no more than there are layers."
+                )
         object.__setattr__(self, "layer", FrozenDict(self.layer))
         for name in ("pattern", "first"):
             object.__setattr__(self, name, tuple(map(FrozenDict, getattr(self, name))))

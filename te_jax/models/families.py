@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from te_jax.core.check import NONE, check, did_you_mean, number
+from te_jax.core.check import NONE, check, did_you_mean, integer, number
 from te_jax.models.config import ModelConfig
 from te_jax.models.patterns import pattern_of, share_keys
 from te_jax.models.sizes import SIZES as SIZES
@@ -472,10 +472,15 @@ PUBLISHED: dict[str, Callable[..., ModelConfig]] = {  # the beginning of a size'
 def published(name: str, **changes: Any) -> ModelConfig:
     """The config of a published model, one of `SIZES`: published("llama3-8b", num_layers=2).
 
-    changes: fields of `ModelConfig`. Raises ValueError for an unknown name.
+    changes: fields of `ModelConfig`; with fewer num_layers than `first` has entries it is cut, too.
+
+    Raises ValueError for an unknown name.
     """
     if name not in SIZES:
         hint = did_you_mean(name, SIZES)
         raise ValueError(f"te_jax.models.published: there is no model {name!r}; {hint or 'give one of'} {[*SIZES]}.")
     family = next(family for prefix, family in PUBLISHED.items() if name.startswith(prefix))
-    return replace(family(SIZES[name]), **changes)
+    config = family(SIZES[name])
+    count = changes.get("num_layers", config.num_layers)
+    check("te_jax.models.published", "num_layers", count, integer(1))
+    return replace(config, **dict(first=config.first[:count]) | changes)

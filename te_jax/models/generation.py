@@ -42,7 +42,8 @@ class Sampling(KnownFields):
         """A token for each row of logits f32[b, V]: i32[b]. key: of `jax.random`; None if greedy."""
         if self.temperature == 0:
             return jnp.argmax(logits, -1).astype(jnp.int32)
-        logits = logits / self.temperature
+        # A temperature near 0 would make several logits infinite.
+        logits = (logits - jnp.max(logits, -1, keepdims=True)) / max(self.temperature, _TINY)
         if self.top_k is not None:
             least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -58,10 +59,21 @@ class Sampling(KnownFields):
         return jnp.where(logits < least, -jnp.inf, logits)
 
 
+_TINY = float(np.finfo(np.float32).tiny)
 GREEDY = Sampling(temperature=0)
 _INTEGER_SCALAR = Kind("an integer scalar", lambda value: INTEGERS.is_type(value) and value.ndim == 0)
 _SAMPLING = Kind("a te_jax.models.Sampling", lambda value: isinstance(value, Sampling))
 _WRITER = Kind("a CausalLM or an EncoderDecoder", lambda model: isinstance(model, CausalLM | EncoderDecoder))
+_GENERATE_ARGUMENTS = {
+    "model": _WRITER,
+    "variables": VARIABLES,
+    "prompts": INTEGERS,
+    "lengths": NONE | INTEGERS,
+    "count": integer(1),
+    "sampling": _SAMPLING,
+    "key": NONE | RANDOM_KEY,
+    "input_lengths": NONE | INTEGERS,
+}
 
 
 def read_prompts(
@@ -72,16 +84,31 @@ def read_prompts(
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those;
+    and for tokens that are known and out of the vocabulary. What pads prompts is not read.
     """
     if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(
             f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
             "leave it out: this call makes one."
         )
+    prompts = _without_padding(prompts, lengths, model.config.vocab_size)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
     return model.apply(variables, prompts, **options, **context, mutable=["cache"])
+
+
+def _without_padding(prompts, lengths, vocab):
+    """The prompts with 0 behind their lengths: a number that is no token is NaN, and so is 0 times it in attention."""
+    prompts = jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
+    known = known_values(prompts)
+    if known is not None and (bad := np.argwhere((known < 0) | (known >= vocab))).size:
+        row, at = bad[0].tolist()
+        raise ValueError(
+            f"te_jax.models: prompts[{row}, {at}] is {known[row, at]}; pass tokens from 0 to {vocab - 1}, and lengths "
+            "where prompts are padded."
+        )
+    return prompts
 
 
 def _has_tokens(cache) -> bool:
@@ -106,7 +133,8 @@ def write_tokens(
     """(i32[b, count], state): the tokens that follow, from the result of `read_prompts`; the state goes on from there.
 
     choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a token
-    behind which a row has nothing but it; None: there is none. context: as of `read_prompts`.
+    behind which a row has nothing but it; None: there is none. context: as of `read_prompts`. A row whose logits are
+    NaN, as of tokens for which the cache has no slot, has the token -1.
     """
 
     def step(carry, i):
@@ -123,8 +151,10 @@ def write_tokens(
 
 
 def _next(choose, key, i, logits, over, stop_at):
-    """Token i of each row; for rows that are over (bool[b]), `stop_at`."""
+    """Token i of each row; -1 for NaN, of which the choice would be token 0; for rows that are over (bool[b]),
+    `stop_at`."""
     token = choose(None if key is None else jax.random.fold_in(key, i), logits)
+    token = jnp.where(jnp.any(jnp.isnan(logits), -1), -1, token)
     return token if stop_at is None else jnp.where(over, stop_at, token)
 
 
@@ -145,7 +175,8 @@ def generate(
     model without scan is faster: see `te_jax.models.unscan`.
 
     model:    a `CausalLM` or an `EncoderDecoder`.
-    prompts:  int[b, s], padded on the right.
+    prompts:  int[b, s], padded on the right; what pads them may be any number. Under `jax.jit` tokens out of the
+              vocabulary are not seen; logits are NaN then, and all that follows is -1.
     lengths:  int[b], from 1 to s; None: the prompts have no padding.
     sampling: greedy, or what `key` of `jax.random` draws from.
     stop_at:  the end-of-text token; the rest of the row is filled with it.
@@ -153,23 +184,18 @@ def generate(
 
     Raises TypeError for another model and for prompts and lengths that are no integers, ValueError for prompts that are
     not [b, s], for a sampling that wants a key and gets none, for more tokens than there are learned positions, for
-    lengths that are known and out of range, and for a stop_at that is an int out of the vocabulary.
+    lengths and tokens that are known and out of range, and for a stop_at that is known and out of the vocabulary.
     """
     name = "te_jax.models.generate"
-    check(name, "model", model, _WRITER)
-    check(name, "variables", variables, VARIABLES)
     listed = lambda a: np.asarray(a) if isinstance(a, list | tuple) else a
     prompts, lengths, input_lengths = as_jax(prompts, listed(lengths), listed(input_lengths))
-    for what, value, kind in (
-        *(("prompts", prompts, INTEGERS), ("lengths", lengths, NONE | INTEGERS), ("count", count, integer(1))),
-        *(
-            ("sampling", sampling, _SAMPLING),
-            ("key", key, NONE | RANDOM_KEY),
-            ("input_lengths", input_lengths, NONE | INTEGERS),
-        ),
-        ("stop_at", stop_at, NONE | integer(0, model.config.vocab_size - 1) | _INTEGER_SCALAR),
-    ):
-        check(name, what, value, kind)
+    given = dict(locals())
+    for argument, kind in _GENERATE_ARGUMENTS.items():
+        check(name, argument, given[argument], kind)
+    token = integer(0, model.config.vocab_size - 1)
+    check(name, "stop_at", stop_at, NONE | token | _INTEGER_SCALAR)
+    if (known := known_values(stop_at)) is not None:
+        check(name, "stop_at", int(known), token)
     if encoded is None and input_lengths is not None:
         raise ValueError(f"{name}: input_lengths is given without encoded, which it is of; pass both, or neither.")
     if prompts.ndim != 2 or prompts.shape[1] == 0:

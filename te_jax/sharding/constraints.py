@@ -38,7 +38,7 @@ def check_spec(name: str, argument: str, spec: Any, ndim: int) -> None:
     if len(spec) > ndim:
         raise ValueError(f"{name}: {argument} is {spec}, but it is for {ndim} axes; pass at most {ndim} entries.")
     sizes = mesh_sizes()
-    named = [axis for entry in spec if entry is not PartitionSpec.UNCONSTRAINED for axis in mesh_axes(entry)]
+    named = [axis for entry in spec for axis in mesh_axes(entry)]
     for axis in (axis for axis in named if sizes and axis not in sizes):
         raise ValueError(
             f"{name}: {argument} names the mesh axis {axis!r}, but the mesh in force has {tuple(sizes)}; name one that "
@@ -146,7 +146,7 @@ def _divide(spec, shape: tuple[int, ...], mesh) -> PartitionSpec:
             fitting = fitting[:-1]
         if fitting != names and size > 1:
             _warn_undivided(axis, size, names, math.prod(mesh.shape[name] for name in names))
-        kept.append(fitting or None)
+        kept.append(entry if fitting == names else fitting or None)
     return PartitionSpec(*kept)
 
 

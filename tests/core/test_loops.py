@@ -163,6 +163,19 @@ def test_scans_that_stay(name):
     assert scans(STAY[name](plain_loops(gradient)), *args) == scans(STAY[name](gradient), *args)
 
 
+def test_scans_of_64_bits_stay():
+    """In a function of 32 bits."""
+
+    def step(w, x):
+        with jax.enable_x64(True):
+            w, x = w.astype(jnp.float64), x.astype(jnp.float64)
+            loss = lambda w, x: jnp.sum(lax.scan(lambda x, w: (jnp.tanh(x @ w), x), x, w)[1] ** 2)
+            return jax.grad(loss)(w, x).astype(jnp.float32)
+
+    args = operands()
+    check_close(jax.jit(plain_loops(step))(*args), jax.jit(step)(*args))
+
+
 def test_scans_on_meshes_of_both_kinds_stay():
     """What a device has of Auto axes is not known where shardings of Explicit ones are; nor is it where a mesh is not
     the one in force."""

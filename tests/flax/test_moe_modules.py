@@ -394,8 +394,8 @@ def test_stats_of_experts(rng):
 
 X = jnp.ones((B, S, H))
 BAD = {  # a call, error, words
-    "k": (lambda: te_flax.MoEBlock(4, 5), ValueError, "topk is 5, but a token chooses among 4"),
-    "groups": (lambda: te_flax.MoEBlock(4, 2, num_groups=3), ValueError, "num_groups is 3"),
+    "k": (lambda: te_flax.MoEBlock(4, 5), ValueError, "MoEBlock: num_experts_per_tok is 5, but a token .* 4"),
+    "groups": (lambda: te_flax.MoEBlock(4, 2, num_groups=3), ValueError, "MoEBlock: num_groups is 3"),
     "a typo": (lambda: te_flax.MoEBlock(4, 2, capacity=1.0), TypeError, "did you mean 'capacity_factor'"),
     "a score": (lambda: te_flax.MoEBlock(4, 2, score_function="tanh"), ValueError, "score_function is 'tanh'"),
     "a coefficient": (lambda: te_flax.MoEBlock(4, 2, aux_loss_coeff=-1), ValueError, "aux_loss_coeff is -1"),

@@ -200,14 +200,20 @@ def fused_f32(*args):
 
 def test_errors(rng):
     x, gamma, beta, wi, wo, bi, bo = operands(rng, 1, "layernorm")
-    with pytest.raises(ValueError, match=r"mlp: the last axes of x are \(20,\), but the first of kernel are \(21,\)"):
+    with pytest.raises(
+        ValueError, match=r"mlp: the last axes of the activation's output are \(20,\), but .* wo are \(21"
+    ):
         layernorm_mlp(x, gamma, beta, wi, jnp.ones((21, OUT)), name="mlp")
+    with pytest.raises(ValueError, match=r"mlp: wi_bias is \(3,\), but wi's features"):
+        layernorm_mlp(x, gamma, beta, wi, wo, jnp.ones(3), name="mlp")
+    with pytest.raises(TypeError, match="mlp: wo_bias is int32"):
+        layernorm_mlp(x, gamma, beta, wi, wo, bi, bo.astype(int), name="mlp")
     with pytest.raises(ValueError, match="mlp: residual is"):
         layernorm_mlp(x, gamma, beta, wi, jnp.ones((F, 7)), residual=True, name="mlp")
     metas = (observed(fresh_state(), RECIPE),) * 2
     with pytest.raises(ValueError, match="tanh"):
         layernorm_mlp(x, gamma, beta, wi, wo, bi, bo, activations=("tanh",), recipe=RECIPE, metas=metas)
-    with pytest.raises(ValueError, match="metas is None"):
+    with pytest.raises(ValueError, match=r"metas\[0\] is None"):
         layernorm_mlp(x, gamma, beta, wi, wo, recipe=RECIPE)
 
 

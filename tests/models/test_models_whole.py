@@ -244,7 +244,7 @@ def with_latents(name="deepseek-v3") -> ModelConfig:
 
 
 def test_latent_attention_turns_by_positions(tokens):
-    config = replace(with_latents().with_layer(moe=None), pattern=(), num_layers=1)
+    config = replace(with_latents().with_layer(moe=None), pattern=(), first=(), num_layers=1)
     model, variables = made(CausalLM, config, tokens)
 
     def run(variables, tokens):
@@ -366,6 +366,7 @@ def test_sampling(rng):
         (dict(top_p=0.51), np.array([5, 2, 2, 0]) / 9),
         (dict(temperature=0.5), shares**2 / np.sum(shares**2)),
         (dict(temperature=0), [1, 0, 0, 0]),
+        (dict(temperature=1e-300), [1, 0, 0, 0]),
     ):
         np.testing.assert_allclose(drawn(**fields), [want, want[::-1]], atol=0.04)
     for fields, error in ((dict(temperature=-1), ValueError), (dict(top_p=0), ValueError), (dict(topk=1), TypeError)):
@@ -429,6 +430,8 @@ def test_configs():
         (dict(layers=3), TypeError, "unexpected keyword argument 'layers'"),
         (dict(layer=dict(hidden_size=3)), ValueError, "layer has hidden_size"),
         (dict(layer=3), TypeError, "layer is 3"),
+        (dict(first=({}, {})), ValueError, "first has 2 entries, but num_layers is 1"),
+        (dict(first=({}, {}), num_layers=2, num_decoder_layers=1), ValueError, "2 entries, but num_decoder_layers is"),
     ):
         with pytest.raises(error, match=words):
             ModelConfig(**dict(vocab_size=8, num_layers=1, hidden_size=8) | fields)

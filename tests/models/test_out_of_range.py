@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from arrays import on_device
 from flax import linen as nn
+from quick_init import quick_init
 
 import te_jax.flax as te_flax
 from te_jax import models
@@ -137,3 +138,20 @@ def test_lengths_of_prompts(lengths):
     model = models.CausalLM(models.ModelConfig(V, 1, 16, dict(num_attention_heads=2, mlp_hidden_size=16)))
     with pytest.raises(ValueError, match=r"te_jax.models.generate: lengths are \[.*; pass lengths from 1 to 3"):
         models.generate(model, {}, jnp.ones((2, 3), jnp.int32), 2, lengths=np.array(lengths))
+
+
+def test_tokens_of_prompts():
+    """What pads prompts is not read, whatever it is; other numbers that are no tokens are refused."""
+    layer = dict(num_attention_heads=2, mlp_hidden_size=16, self_attn_mask_type="causal")
+    model = models.CausalLM(models.ModelConfig(V, 1, 16, layer))
+    prompts, lengths = np.array([[1, 2, 3], [4, 5, 0]]), np.array([3, 2])
+    variables = quick_init(model.init)(jax.random.key(0), prompts)
+    read = jax.jit(lambda prompts: models.read_prompts(model, variables, prompts, jnp.asarray(lengths), 4)[0])
+    padded = prompts.copy()
+    for padded[1, 2] in (0, V, -1, -100):
+        np.testing.assert_array_equal(read(padded), read(prompts))
+    (tokens,) = jax.jit(lambda prompts: models.generate(model, variables, prompts, 2))(padded[1:]).tolist()
+    assert tokens == [-1, -1]  # nobody saw the prompt
+    for prompts[0, 1] in (V, -1):
+        with pytest.raises(ValueError, match=rf"prompts\[0, 1\] is {prompts[0, 1]}; pass tokens from 0 to {V - 1}"):
+            models.generate(model, variables, prompts, 1, lengths=lengths)

@@ -128,9 +128,9 @@ def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
     h, d, e = 1, 8, 8
     of_block = 2 * h * e * 2 * (16 * d + 1024) + 16 * h * kernels._chunk_bytes(d, False)
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (4 * of_block, 4 * of_block))
-    assert kernels._slab_of_rule(3, 2100, h, e, d) == dict(slab_rows=3, slab_tokens=1024)
+    assert kernels._slab_of_rule(3, 2100, h, e, d, False, 0) == dict(slab_rows=3, slab_tokens=1024)
     monkeypatch.setattr(kernels, "CTAS", 2)
-    assert kernels._slab_of_rule(3, 2100, h, e, d) == dict(slab_rows=2, slab_tokens=2048)
+    assert kernels._slab_of_rule(3, 2100, h, e, d, False, 0) == dict(slab_rows=2, slab_tokens=2048)
     check(rng, 2100, h, 1, d, e, (), count=3)
 
 
@@ -213,7 +213,7 @@ def test_rows_of_one_call(rng, monkeypatch, by_channel):
     rows, s, h, d, e = 3, 70, 2, 16, 8
     of_row = 2 * h * e * 2 * (2 * d + 128) + 2 * h * kernels._chunk_bytes(d, by_channel)
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (2 * of_row, 2 * of_row))
-    assert kernels._slab_of_rule(rows, s, h, e, d, by_channel) == dict(slab_rows=2, slab_tokens=128)
+    assert kernels._slab_of_rule(rows, s, h, e, d, by_channel, 0) == dict(slab_rows=2, slab_tokens=128)
     given, cotangents, segments = oracle.rows_of(rng, s, h, 1, d, e, by_channel, bf16, count=rows)
 
     @jax.jit

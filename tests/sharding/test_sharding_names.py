@@ -14,7 +14,7 @@ from te_jax import sharding
 from te_jax.layers import layernorm
 from te_jax.sharding import MeshResource, current_mesh_resource, extend_logical_axis_rules, global_shard_guard
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
-from te_jax.sharding.constraints import check_spec
+from te_jax.sharding.constraints import check_spec, constrain_to_spec
 
 FIELDS = "dp_resource tp_resource tpsp_resource fsdp_resource pp_resource cp_resource ep_resource".split()
 
@@ -176,3 +176,6 @@ def test_a_spec_may_leave_an_axis_to_the_partitioner():
         check_spec("f", "spec", PartitionSpec("data", PartitionSpec.UNCONSTRAINED), 2)
         with pytest.raises(ValueError, match="f: spec names the mesh axis 'rows'"):
             check_spec("f", "spec", PartitionSpec("rows", PartitionSpec.UNCONSTRAINED), 2)
+        left = lambda spec: jax.make_jaxpr(lambda x: constrain_to_spec(x, spec))(jnp.ones((8, 8))).eqns[0].params
+        assert left(PartitionSpec("data", PartitionSpec.UNCONSTRAINED))["unconstrained_dims"] == {1}
+        assert left(PartitionSpec("data"))["unconstrained_dims"] == set()

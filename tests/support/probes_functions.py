@@ -147,7 +147,7 @@ MLP = probes(
         ("recipe str", {"recipe": "fp8"}, T, "layernorm_mlp: recipe is 'fp8'"),
         ("residual of another width", {"residual": True, 4: O((6, 9))}, V, "residual is"),
         ("residual 'yes'", {"residual": "yes"}, T, "residual is 'yes'"),
-        ("wi None", {3: None}, T, "layernorm_mlp: kernel is None"),
+        ("wi None", {3: None}, T, "layernorm_mlp: wi is None"),
         ("activation_params a number", {"activation_params": 7.0}, T, "activation_params is 7.0; pass None or a dict"),
         ("middle_name 3", {"middle_name": 3}, T, "middle_name is 3; pass None or a string"),
         ("middle_spec a name", {"middle_spec": "data"}, T, "middle_spec is 'data'"),

@@ -287,8 +287,8 @@ def _router_width(name, router_input, x) -> int:
 def _check_recipe(name, recipe, metas, options):
     """Raises ValueError or TypeError, naming the layer, unless recipe and metas serve the layer."""
     check(name, "metas", metas, METAS_OF_TWO)
-    for each in metas or (None, None):
-        check_recipe_and_metas(name, recipe, each)
+    for at, each in enumerate(metas or (None, None)):
+        check_recipe_and_metas(name, recipe, each, f"metas[{at}]")
     if recipe is None:
         return
     if not act_op.is_fused(options.activations):

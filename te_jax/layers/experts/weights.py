@@ -83,7 +83,7 @@ def resolve_experts(name: str, argument: str, kernel: ExpertKernel, recipe: Reci
     if not any(isinstance(k, QuantizedKernel) for k in each):
         parts = (Fp8Tensor(wide=each),)
     else:
-        parts = tuple(_part(resolve_weight(f"{name}: {argument}", k, 1, recipe), k) for k in each)
+        parts = tuple(_part(resolve_weight(name, k, 1, recipe, argument), k) for k in each)
     check_kernels(name, argument, [a for part in parts for a in part.wide])
     return parts
 

@@ -62,7 +62,7 @@ def rule_bwd(
     return [a.astype(types.get(name, a.dtype)) for name, a in zip(call.keywords["outputs"], whole, strict=True)]
 
 
-def _slab_of_rule(rows, s, h, e, d, by_channel=False, operands=0):
+def _slab_of_rule(rows, s, h, e, d, by_channel, operands):
     """How csrc/delta/delta_bwd.cu cuts a call: rows and tokens of a slab."""
     block = min(KEPT, max(1, ceil_div(s, CHUNK)) * CHUNK)
     least, most = _RULE_SLAB_BYTES

@@ -74,16 +74,17 @@ class RouterOptions(KnownFields):
 
     def check_experts(self, num_experts: int) -> None:
         """Raises ValueError unless a choice among `num_experts` experts is possible."""
-        name, groups = type(self).__name__, self.group_topk or self.num_groups
+        if (text := self.why_not(num_experts)) is not None:
+            raise ValueError(f"{type(self).__name__}: {text}.")
+
+    def why_not(self, num_experts: int, topk: str = "topk") -> str | None:
+        """Why no choice among `num_experts` experts is possible; None: it is. topk: what the user calls that field."""
         if num_experts % self.num_groups:
-            raise ValueError(
-                f"{name}: num_groups is {self.num_groups}, which does not divide {num_experts} experts; pass a divisor."
-            )
-        if self.topk > (most := num_experts // self.num_groups * groups):
-            raise ValueError(
-                f"{name}: topk is {self.topk}, but a token chooses among {most} of {num_experts} experts; pass at most "
-                f"{most}."
-            )
+            return f"num_groups is {self.num_groups}, which does not divide {num_experts} experts; pass a divisor"
+        if self.topk > (most := num_experts // self.num_groups * (self.group_topk or self.num_groups)):
+            among = f"a token chooses among {most} of {num_experts} experts"
+            return f"{topk} is {self.topk}, but {among}; pass at most {most}"
+        return None
 
 
 class Routing(NamedTuple):
