@@ -34,7 +34,8 @@ os.environ["XLA_FLAGS"] = f"{_FLAGS} {_OUTSIDE}".strip()
 jax.config.update("jax_default_matmul_precision", "highest")  # f32 means f32 on a GPU too, not TF32
 # Tracing makes many objects, few of which are garbage: looking for it took a fifth of the time to trace and lower.
 gc.freeze()
-gc.set_threshold(100_000, 20, 20)
+# What survives once is mostly a program or its trace, which stays: to look at it again took a second each time.
+gc.set_threshold(100_000, 1000, 20)
 
 
 def _no_gpu() -> str:
@@ -44,6 +45,11 @@ def _no_gpu() -> str:
     except RuntimeError as error:
         return f"needs an NVIDIA GPU: {error}"
     return ""
+
+
+def pytest_sessionfinish():
+    """pytest and Python look for garbage before a process ends, which took seconds among all its programs."""
+    gc.freeze()
 
 
 def pytest_addoption(parser):
