@@ -6,8 +6,8 @@
 // both give the same bits). Tensor cores keep 13 bits behind the leading one of the largest term of 32
 // products and the sum so far, so a piece of 256, 8 such additions, loses up to 8 x 2^-13 of its largest
 // partial sum, and one of 128 up to 4 x; what pieces lose does not grow with k. With scales of blocks sums go
-// to f32 every 128 in both, so their bits are the same; on an H200 this kernel takes 2 to 5 % less time from k =
-// 12288 on, and as long for less.
+// to f32 every 128 in both, so their bits are the same; on an H200 this kernel takes 2 to 5 % less time from
+// k = 12288 on, and as long for less.
 #include "gemm/gemm_own.h"
 
 #include <cstring>
