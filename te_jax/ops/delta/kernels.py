@@ -18,7 +18,7 @@ _MOST = 128  # channels
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
 # Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
 # least and at most so many. Fewer slabs are faster.
-_RULE_SLAB_BYTES = 128 << 20, 256 << 20
+_RULE_SLAB_BYTES = 128 << 20, 512 << 20
 
 
 def _rule_has_kernel(q, k, v, gate):
