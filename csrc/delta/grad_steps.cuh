@@ -55,8 +55,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
     Products::template Along<kD>(written, of_state, tiles.Left());
     Products::Commit();
     if constexpr (kAhead) {
-      Products::Seeing(seen, of_dy, tiles.seen);
-      Products::Commit();
+      Queue(seen, of_dy, tiles.seen);
       fetch();
     }
     Products::template Wait<kAhead>(written);
@@ -71,8 +70,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) AsLeft(left[k], written, k, as_it_is);
     Products::Begin(off);
-    Products::Seeing(off, left, tiles.inverse);
-    Products::Commit();
+    Queue(off, left, tiles.inverse);
     if constexpr (kAhead) Read(tiles, weights, of_dy, read);
     Products::template Wait<kAhead>(off);
     Base::PackY(off);
@@ -90,10 +88,14 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
     write();
     Products::template Wait<0>(state);
   }
-  __device__ __forceinline__ static void Multiply(Results& d, const Left& left, Tokens<kChunk>& tile) {
-    Products::Begin(d);
+  // d += left times what later tokens see of earlier ones: queued, or waited for.
+  __device__ __forceinline__ static void Queue(Results& d, const Left& left, Tokens<kChunk>& tile) {
     Products::Seeing(d, left, tile);
     Products::Commit();
+  }
+  __device__ __forceinline__ static void Multiply(Results& d, const Left& left, Tokens<kChunk>& tile) {
+    Products::Begin(d);
+    Queue(d, left, tile);
     Products::template Wait<0>(d);
   }
   // What is left of the state's gradient, and what follows for it from what queries read; 0 where they do
