@@ -20,7 +20,7 @@ def as_jax(*args: Any) -> Any:
 
 def known_values(array: Any) -> np.ndarray | None:
     """An array of integers as i64 of numpy, or None: of a tracer, or of what other processes hold, nothing is known."""
-    if isinstance(array, jax.core.Tracer) or not isinstance(array, np.ndarray | jax.Array):
+    if isinstance(array, jax.core.Tracer) or not isinstance(array, np.ndarray | np.generic | jax.Array):
         return None
     return np.asarray(array).astype(np.int64) if getattr(array, "is_fully_addressable", True) else None
 

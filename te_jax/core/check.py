@@ -191,14 +191,14 @@ def _dtype(value) -> np.dtype | None:
         return None
 
 
-def _loses_bits(value) -> bool:
-    """Whether jax would take 32 bits instead of float64, with no more than a warning. Python's float asks for no 64."""
-    return value is not float and _dtype(value) == np.float64 and not jax.config.jax_enable_x64
+def _is_wide(value) -> bool:
+    """Whether it is float64, of which no kernel and no layer has any. Python's float is jax's default type."""
+    return _dtype(value) == np.float64 and (value is not float or jax.config.jax_enable_x64)
 
 
 def _meant_dtype(name: str) -> str:
     short = {"bf16": "bfloat16", "fp16": "float16", "f16": "float16", "fp32": "float32", "f32": "float32"}
-    return did_you_mean(short.get(name.lower(), name), ("bfloat16", "float16", "float32", "float64"))
+    return did_you_mean(short.get(name.lower(), name), ("bfloat16", "float16", "float32"))
 
 
 def is_dtype(value: Any) -> bool:
@@ -263,10 +263,8 @@ FLOATING = Kind(
     "a floating dtype, such as jnp.bfloat16",
     is_dtype,
     # FP8 is refused.
-    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1 and not _loses_bits(value),
-    lambda value: (
-        "float64 needs jax_enable_x64" if _loses_bits(value) else _meant_dtype(value) if isinstance(value, str) else ""
-    ),
+    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1 and not _is_wide(value),
+    lambda value: "te_jax has no float64" if _is_wide(value) else _meant_dtype(value) if isinstance(value, str) else "",
 )
 _ARRAY_TYPES = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # Types of arrays count too.
 ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAY_TYPES))

@@ -47,7 +47,7 @@ def _first_layers(said: Said) -> tuple[Any]:
 def _count_of_first(c: ModelConfig) -> int:
     if c.pattern:
         raise ValueError(f"te_jax.hf: a {c.family} has no pattern of layers; pass ModelConfig(first=...).")
-    return min(len(c.first), c.num_layers)
+    return len(c.first)
 
 
 _LAYERS = 61

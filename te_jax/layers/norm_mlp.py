@@ -139,7 +139,7 @@ def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> Sh
     Raises ValueError or TypeError, naming the layer, for operands that make no MLP with `count` activations.
     """
     (wi, wi_bias), (wo, wo_bias) = wi, wo
-    check(name, "metas", metas, METAS_OF_TWO)
+    check_metas_of_two(name, recipe, metas)
     check_dense(name, x, wide_of(wi), wi_bias, 1, recipe, metas and metas[0], _OF_WI)
     shape = wide_of(wi).shape
     if len(shape) != 3 or shape[1] != count:
@@ -149,6 +149,14 @@ def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> Sh
     middle = ShapedArray((*x.shape[:-1], shape[-1]), x.dtype)
     check_dense(name, middle, wide_of(wo), wo_bias, 1, recipe, metas and metas[1], _OF_WO)
     return middle
+
+
+def check_metas_of_two(name: str, recipe: Any, metas: Any) -> None:
+    """Raises TypeError or ValueError, naming the layer, where `metas` are not of two kernels, or not given to a recipe
+    that has state."""
+    check(name, "metas", metas, METAS_OF_TWO)
+    if metas is None and isinstance(recipe, Recipe):
+        fp8.check_metas(name, "metas", None, recipe, "pass a tuple of 2 fp8.DenseMetas")
 
 
 class _Operands(NamedTuple):

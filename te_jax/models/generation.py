@@ -42,8 +42,9 @@ class Sampling(KnownFields):
         """A token for each row of logits f32[b, V]: i32[b]. key: of `jax.random`; None if greedy."""
         if self.temperature == 0:
             return jnp.argmax(logits, -1).astype(jnp.int32)
-        # A temperature near 0 would make several logits infinite.
-        logits = (logits - jnp.max(logits, -1, keepdims=True)) / max(self.temperature, _TINY)
+        # A temperature near 0 would make several logits infinite, and one that f32 does not hold -inf NaN.
+        temperature = min(max(self.temperature, _TINY), _HUGE)
+        logits = (logits - jnp.max(logits, -1, keepdims=True)) / temperature
         if self.top_k is not None:
             least = jax.lax.top_k(logits, min(self.top_k, logits.shape[-1]))[0][:, -1:]
             logits = jnp.where(logits < least, -jnp.inf, logits)
@@ -59,7 +60,7 @@ class Sampling(KnownFields):
         return jnp.where(logits < least, -jnp.inf, logits)
 
 
-_TINY = float(np.finfo(np.float32).tiny)
+_TINY, _HUGE = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 GREEDY = Sampling(temperature=0)
 _INTEGER_SCALAR = Kind("an integer scalar", lambda value: INTEGERS.is_type(value) and value.ndim == 0)
 _SAMPLING = Kind("a te_jax.models.Sampling", lambda value: isinstance(value, Sampling))
@@ -84,8 +85,8 @@ def read_prompts(
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those;
-    and for tokens that are known and out of the vocabulary. What pads prompts is not read.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those.
+    What pads prompts is not read; the logits of a prompt with a number that is no token are NaN.
     """
     if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(
@@ -100,15 +101,25 @@ def read_prompts(
 
 def _without_padding(prompts, lengths, vocab):
     """The prompts with 0 behind their lengths: a number that is no token is NaN, and so is 0 times it in attention."""
-    prompts = jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], prompts, 0)
-    known = known_values(prompts)
-    if known is not None and (bad := np.argwhere((known < 0) | (known >= vocab))).size:
-        row, at = bad[0].tolist()
+    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], _looked_up(prompts, vocab), 0)
+
+
+def _looked_up(tokens, vocab):
+    """The tokens, `vocab`, whose row is NaN, for what is below 0: a look-up would take it from the table's end."""
+    if jnp.iinfo(tokens.dtype).bits < 32:  # They might not hold `vocab`.
+        tokens = tokens.astype(jnp.int32)
+    return jnp.where(tokens < 0, vocab, tokens)
+
+
+def _check_tokens(name, prompts, lengths, vocab):
+    """Raises ValueError for tokens out of the vocabulary. prompts: i64[b, s] of numpy. lengths: likewise [b], or
+    None."""
+    is_read = True if lengths is None else np.arange(prompts.shape[1]) < lengths[:, None]
+    for row, at in np.argwhere(((prompts < 0) | (prompts >= vocab)) & is_read)[:1].tolist():
         raise ValueError(
-            f"te_jax.models: prompts[{row}, {at}] is {known[row, at]}; pass tokens from 0 to {vocab - 1}, and lengths "
-            "where prompts are padded."
+            f"{name}: prompts[{row}, {at}] is {prompts[row, at]}; pass tokens from 0 to {vocab - 1}, and lengths where "
+            "prompts are padded."
         )
-    return prompts
 
 
 def _has_tokens(cache) -> bool:
@@ -134,7 +145,7 @@ def write_tokens(
 
     choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a token
     behind which a row has nothing but it; None: there is none. context: as of `read_prompts`. A row whose logits are
-    NaN, as of tokens for which the cache has no slot, has the token -1.
+    NaN, as where the cache has no slot left, has the token -1 from there on.
     """
 
     def step(carry, i):
@@ -143,7 +154,8 @@ def write_tokens(
         over = over if stop_at is None else over | (token == stop_at)
         positions = (lengths + i)[:, None]
         options = dict(positions=positions, decode=True, at=jnp.zeros_like(token), mutable=["cache"])
-        return (model.apply({**variables, **cache}, token[:, None], **options, **context), over), token
+        read = _looked_up(token, model.config.vocab_size)[:, None]
+        return (model.apply({**variables, **cache}, read, **options, **context), over), token
 
     loop = plain_loops(lambda *start: jax.lax.scan(step, start, jnp.arange(count)))
     (state, _), tokens = loop(state, jnp.zeros(lengths.shape, bool))
@@ -151,8 +163,8 @@ def write_tokens(
 
 
 def _next(choose, key, i, logits, over, stop_at):
-    """Token i of each row; -1 for NaN, of which the choice would be token 0; for rows that are over (bool[b]),
-    `stop_at`."""
+    """Token i of each row; `stop_at` for rows that are over (bool[b]). A row whose logits are NaN has -1: argmax would
+    give token 0."""
     token = choose(None if key is None else jax.random.fold_in(key, i), logits)
     token = jnp.where(jnp.any(jnp.isnan(logits), -1), -1, token)
     return token if stop_at is None else jnp.where(over, stop_at, token)
@@ -188,7 +200,9 @@ def generate(
     """
     name = "te_jax.models.generate"
     listed = lambda a: np.asarray(a) if isinstance(a, list | tuple) else a
-    prompts, lengths, input_lengths = as_jax(prompts, listed(lengths), listed(input_lengths))
+    lengths, input_lengths = listed(lengths), listed(input_lengths)
+    known_prompts, known_lengths = known_values(prompts), known_values(lengths)  # `as_jax` within a jit makes tracers
+    prompts, lengths, input_lengths = as_jax(prompts, lengths, input_lengths)
     given = dict(locals())
     for argument, kind in _GENERATE_ARGUMENTS.items():
         check(name, argument, given[argument], kind)
@@ -210,8 +224,12 @@ def generate(
         )
     if lengths is not None and lengths.shape != (b,):
         raise ValueError(f"{name}: lengths has the shape {lengths.shape}; pass {(b,)}, a length of each prompt.")
-    if (known := known_values(lengths)) is not None and ((known < 1) | (known > s)).any():
-        raise ValueError(f"{name}: lengths are {known.tolist()}, of prompts of {s} tokens; pass lengths from 1 to {s}.")
+    if known_lengths is not None and ((known_lengths < 1) | (known_lengths > s)).any():
+        raise ValueError(
+            f"{name}: lengths are {known_lengths.tolist()}, of prompts of {s} tokens; pass lengths from 1 to {s}."
+        )
+    if known_prompts is not None and (lengths is None or known_lengths is not None):
+        _check_tokens(name, known_prompts, known_lengths, model.config.vocab_size)
     lengths = jnp.full((b,), s, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
     state = read_prompts(model, variables, prompts, lengths, s + count, **context)

@@ -29,14 +29,17 @@ def spec_of(axes: Sequence[tuple[str, ...]]) -> PartitionSpec:
     return PartitionSpec(*(names[0] if len(names) == 1 else names or None for names in axes))
 
 
-def check_spec(name: str, argument: str, spec: Any, ndim: int) -> None:
+def check_spec(name: str, argument: str, spec: Any, ndim: int, free: bool = True) -> None:
     """Raises TypeError, naming the argument, for what is neither None nor a PartitionSpec, ValueError for one of more
-    than `ndim` entries, and for a mesh axis that the mesh in force lacks."""
+    than `ndim` entries, for a mesh axis that the mesh in force lacks, and, unless `free`, for an axis that is left to
+    the partitioner."""
     check(name, argument, spec, _SPEC)
     if spec is None:
         return
     if len(spec) > ndim:
         raise ValueError(f"{name}: {argument} is {spec}, but it is for {ndim} axes; pass at most {ndim} entries.")
+    if not free and PartitionSpec.UNCONSTRAINED in tuple(spec):
+        raise ValueError(f"{name}: {argument} is {spec}, which leaves an axis open; name mesh axes, or None.")
     sizes = mesh_sizes()
     named = [axis for entry in spec for axis in mesh_axes(entry)]
     for axis in (axis for axis in named if sizes and axis not in sizes):

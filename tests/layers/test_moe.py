@@ -411,7 +411,11 @@ BAD = {  # arguments, error, words
     "a vector": (dict(x=f32(8)), ValueError, r"pass \[..., T, 8\]"),
     "options": (dict(options=RouterOptions(K)), TypeError, "pass a MoEOptions"),
     "too many choices": (dict(options=MoEOptions(RouterOptions(5))), ValueError, "topk is 5"),
-    "no state": (dict(recipe=recipe.DelayedScaling()), ValueError, r"metas\[0\] is None"),
+    "no state": (
+        dict(recipe=recipe.DelayedScaling()),
+        ValueError,
+        "metas is None under DelayedScaling; pass a tuple of 2",
+    ),
     "a recipe's class": (dict(recipe=recipe.FixedScaling), TypeError, "pass an instance"),
     "not fused": (
         dict(options=MoEOptions(RouterOptions(K), ("tanh", "linear")), recipe=recipe.Float8CurrentScaling()),

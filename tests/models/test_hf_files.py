@@ -136,6 +136,7 @@ def test_what_generate_refuses(monkeypatch):
         "stop_at is -1; pass None or an int from 0 to 82": dict(stop_at=-1),
         "stop_at is 83": dict(stop_at=83),
         "stop_at is 84": dict(stop_at=np.array(84)),
+        "stop_at is 85": dict(stop_at=np.int32(85)),
         "sampling is None; pass a te_jax.models.Sampling": dict(sampling=None),
         "key is 0; pass None or a jax.random key": dict(key=0),
         "input_lengths is given without encoded": dict(input_lengths=np.array([1, 2])),

@@ -240,7 +240,7 @@ def with_latents(name="deepseek-v3") -> ModelConfig:
     """A dense layer and one with experts, on latent attention."""
     narrow = dict(q_lora_rank=12, kv_lora_rank=8, qk_nope_head_dim=4, qk_rope_head_dim=4, v_head_dim=4)
     moe = dict(published(name).layer["moe"]) | dict(num_experts=16)
-    return replace(tiny(name, **narrow, moe=moe), pattern=(dict(moe=None), {}))
+    return replace(tiny(name, **narrow, moe=moe), first=(), pattern=(dict(moe=None), {}))
 
 
 def test_latent_attention_turns_by_positions(tokens):
@@ -367,6 +367,7 @@ def test_sampling(rng):
         (dict(temperature=0.5), shares**2 / np.sum(shares**2)),
         (dict(temperature=0), [1, 0, 0, 0]),
         (dict(temperature=1e-300), [1, 0, 0, 0]),
+        (dict(temperature=1e300), np.full(4, 0.25)),
     ):
         np.testing.assert_allclose(drawn(**fields), [want, want[::-1]], atol=0.04)
     for fields, error in ((dict(temperature=-1), ValueError), (dict(top_p=0), ValueError), (dict(topk=1), TypeError)):

@@ -150,8 +150,10 @@ def test_tokens_of_prompts():
     padded = prompts.copy()
     for padded[1, 2] in (0, V, -1, -100):
         np.testing.assert_array_equal(read(padded), read(prompts))
-    (tokens,) = jax.jit(lambda prompts: models.generate(model, variables, prompts, 2))(padded[1:]).tolist()
-    assert tokens == [-1, -1]  # nobody saw the prompt
-    for prompts[0, 1] in (V, -1):
-        with pytest.raises(ValueError, match=rf"prompts\[0, 1\] is {prompts[0, 1]}; pass tokens from 0 to {V - 1}"):
-            models.generate(model, variables, prompts, 1, lengths=lengths)
+    unseen = jax.jit(lambda prompts: models.generate(model, variables, prompts, 3))
+    for prompts[0, 1] in (V, -1, -V):
+        np.testing.assert_array_equal(unseen(prompts)[0], [-1, -1, -1])
+        within = jax.jit(lambda v, prompts=prompts: models.generate(model, v, prompts, 1, lengths=lengths))
+        for call in (within, lambda v: models.generate(model, v, prompts, 1, lengths=lengths)):
+            with pytest.raises(ValueError, match=rf"prompts\[0, 1\] is {prompts[0, 1]}; pass tokens from 0 to {V - 1}"):
+                call(variables)

@@ -176,6 +176,8 @@ def test_a_spec_may_leave_an_axis_to_the_partitioner():
         check_spec("f", "spec", PartitionSpec("data", PartitionSpec.UNCONSTRAINED), 2)
         with pytest.raises(ValueError, match="f: spec names the mesh axis 'rows'"):
             check_spec("f", "spec", PartitionSpec("rows", PartitionSpec.UNCONSTRAINED), 2)
+        with pytest.raises(ValueError, match="f: spec is .* leaves an axis open; name mesh axes, or None"):
+            check_spec("f", "spec", PartitionSpec("data", PartitionSpec.UNCONSTRAINED), 2, free=False)
         left = lambda spec: jax.make_jaxpr(lambda x: constrain_to_spec(x, spec))(jnp.ones((8, 8))).eqns[0].params
         assert left(PartitionSpec("data", PartitionSpec.UNCONSTRAINED))["unconstrained_dims"] == {1}
         assert left(PartitionSpec("data"))["unconstrained_dims"] == set()

@@ -19,8 +19,8 @@ END = "<!-- end of what is written -->\n"
 KERNEL = "own kernel, sm_80 and up"
 # What runs on CUDA, by names of ops; a composed op that is not here is plain JAX there, too.
 ON_CUDA = {
-    r"te_gemm": "cuBLASLt; FP8 from sm_89",
-    r"te_gemm_block": "cuBLASLt, sm_90 only",
+    r"te_gemm": "cuBLASLt, or on sm_90 own kernel; FP8 from sm_89",
+    r"te_gemm_block": "cuBLASLt or own kernel, sm_90 only",
     r"te_gemm_into": "`te_gemm`, which writes an entry of `into` in place",
     r"te_gemm_mx": "`jax.nn.scaled_matmul`, from sm_100 on, not tested",
     r"te_gemm_sum": "`te_gemm` for each FP8 term, else XLA's products",

@@ -28,7 +28,7 @@ from te_jax.layers.experts.devices import (
 from te_jax.layers.experts.run import ExpertInputs, ExpertRun, run_on_devices
 from te_jax.layers.experts.weights import ExpertKernel, Parts, arrays_of, hidden_block, resolve_experts
 from te_jax.layers.linear import check_recipe_and_metas, check_residual, warn_of_bf16_products
-from te_jax.layers.norm_mlp import METAS_OF_TWO, split_residual
+from te_jax.layers.norm_mlp import check_metas_of_two, split_residual
 from te_jax.ops.experts.permute import group
 from te_jax.ops.experts.router import ROUTER_OPTIONS, RouterOptions, Routing, load_balancing_loss, route, z_loss
 from te_jax.ops.gemm.dense import dot
@@ -185,7 +185,7 @@ def moe(
     check_mixture(name, x, (gate_kernel, gate_bias, router_input), wi, wo, wi_bias, wo_bias, options)
     _check_recipe(name, recipe, metas, options)
     experts, block = gate_kernel.shape[-1], hidden_block((*wi, *wo), recipe)
-    check_spec(name, "token_spec", token_spec, x.ndim)
+    check_spec(name, "token_spec", token_spec, x.ndim, free=False)
     placement = find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)
     for what, text in (("checkpoint", checkpoint), ("middle_name", middle_name)):
         check(name, what, text, NONE | STRING)
@@ -286,7 +286,7 @@ def _router_width(name, router_input, x) -> int:
 
 def _check_recipe(name, recipe, metas, options):
     """Raises ValueError or TypeError, naming the layer, unless recipe and metas serve the layer."""
-    check(name, "metas", metas, METAS_OF_TWO)
+    check_metas_of_two(name, recipe, metas)
     for at, each in enumerate(metas or (None, None)):
         check_recipe_and_metas(name, recipe, each, f"metas[{at}]")
     if recipe is None:

@@ -93,7 +93,7 @@ def explain_moe(
     def look(x, gate_kernel, router_input, wi, wo):
         wi, wo = resolve_experts(name, "wi", wi, recipe), resolve_experts(name, "wo", wo, recipe)
         check_mixture(name, x, (gate_kernel, None, router_input), wi, wo, None, None, options)
-        check_spec(name, "token_spec", token_spec, x.ndim)
+        check_spec(name, "token_spec", token_spec, x.ndim, free=False)
         experts, block = gate_kernel.shape[-1], hidden_block((), recipe)
         found.append((x.shape, x.dtype, find_placement(name, x, arrays_of(wi)[0], experts, token_spec, block)))
 

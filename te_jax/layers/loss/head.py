@@ -117,7 +117,7 @@ def linear_cross_entropy(
         check(name, argument, given[argument], kind)
     words_first = bool(words_first)
     _check_head_arrays(name, x, kernel, labels, words_first)
-    check_spec(name, "token_spec", token_spec, labels.ndim)
+    check_spec(name, "token_spec", token_spec, labels.ndim, free=False)
     check_recipe_and_metas(name, recipe, metas)
     softcap = None if logit_softcap is None else float(logit_softcap)
     loss = LossOptions(float(label_smoothing), float(z_loss), softcap, ignore_index)

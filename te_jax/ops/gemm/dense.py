@@ -2,7 +2,8 @@
 
 FP8 operands have one scale each (te_gemm) or one for each block of 128 (te_gemm_block), both through cuBLASLt, or for
 each block of 32 (te_gemm_mx), through XLA from Blackwell on. `gemm` is all of them, by the formats of the factors. What
-cuBLASLt multiplies only after a copy, blocks of 128 x 128 that are cut, goes to the kernel of grouped products.
+cuBLASLt multiplies only after a copy, blocks of 128 x 128 that are cut, goes to the kernel of grouped products, and so
+does what that kernel multiplies faster (csrc/gemm/gemm_own.cc).
 
 Which algorithm runs, and how others are asked for, is in tuning.py.
 """
@@ -152,7 +153,7 @@ def _outer_axes(op: str, contract: int) -> int:
 
 
 def _block_cuda(call, lhs, rhs, *others, outer, out_dtype, in_place=False, **attrs):
-    """A product of matrices for cuBLASLt, or of axes as they are for the kernel of grouped products, to which blocks of
+    """A product of matrices, or of axes as they are for the kernel of grouped products, to which blocks of
     128 x 128 go that are cut. An f32 result's bias is added here, for an f32 epilogue would round it to bf16."""
     ROWS_128.check_gpu("te_gemm_block")
     *scales, bias, c = others
