@@ -191,7 +191,7 @@ def _dtype(value) -> np.dtype | None:
         return None
 
 
-def _is_wide(value) -> bool:
+def _is_float64(value) -> bool:
     """Whether it is float64, of which no kernel and no layer has any. Python's float is jax's default type."""
     return _dtype(value) == np.float64 and (value is not float or jax.config.jax_enable_x64)
 
@@ -263,8 +263,10 @@ FLOATING = Kind(
     "a floating dtype, such as jnp.bfloat16",
     is_dtype,
     # FP8 is refused.
-    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1 and not _is_wide(value),
-    lambda value: "te_jax has no float64" if _is_wide(value) else _meant_dtype(value) if isinstance(value, str) else "",
+    lambda value: jnp.issubdtype(_dtype(value), jnp.floating) and _dtype(value).itemsize > 1 and not _is_float64(value),
+    lambda value: (
+        "te_jax has no float64" if _is_float64(value) else _meant_dtype(value) if isinstance(value, str) else ""
+    ),
 )
 _ARRAY_TYPES = jax.Array | np.ndarray | np.generic | jax.ShapeDtypeStruct | ShapedArray  # Types of arrays count too.
 ARRAY = Kind("an array", lambda value: isinstance(value, _ARRAY_TYPES))

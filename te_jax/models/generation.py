@@ -111,7 +111,7 @@ def _looked_up(tokens, vocab):
     return jnp.where(tokens < 0, vocab, tokens)
 
 
-def _check_tokens(name, prompts, lengths, vocab):
+def _check_prompts(name, prompts, lengths, vocab):
     """Raises ValueError for tokens out of the vocabulary. prompts: i64[b, s] of numpy. lengths: likewise [b], or
     None."""
     is_read = True if lengths is None else np.arange(prompts.shape[1]) < lengths[:, None]
@@ -229,7 +229,7 @@ def generate(
             f"{name}: lengths are {known_lengths.tolist()}, of prompts of {s} tokens; pass lengths from 1 to {s}."
         )
     if known_prompts is not None and (lengths is None or known_lengths is not None):
-        _check_tokens(name, known_prompts, known_lengths, model.config.vocab_size)
+        _check_prompts(name, known_prompts, known_lengths, model.config.vocab_size)
     lengths = jnp.full((b,), s, jnp.int32) if lengths is None else lengths.astype(jnp.int32)
     context = {} if encoded is None else dict(encoded=encoded, input_lengths=input_lengths)
     state = read_prompts(model, variables, prompts, lengths, s + count, **context)
