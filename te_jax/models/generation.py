@@ -93,22 +93,23 @@ def read_prompts(
             f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
             "leave it out: this call makes one."
         )
-    prompts = _without_padding(prompts, lengths, model.config.vocab_size)
+    prompts = _without_padding(prompts, lengths)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
     return model.apply(variables, prompts, **options, **context, mutable=["cache"])
 
 
-def _without_padding(prompts, lengths, vocab):
+def _without_padding(prompts, lengths):
     """The prompts with 0 behind their lengths: a number that is no token is NaN, and so is 0 times it in attention."""
-    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], _looked_up(prompts, vocab), 0)
+    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], _looked_up(prompts), 0)
 
 
-def _looked_up(tokens, vocab):
-    """The tokens, `vocab`, whose row is NaN, for what is below 0: a look-up would take it from the table's end."""
-    if jnp.iinfo(tokens.dtype).bits < 32:  # They might not hold `vocab`.
+def _looked_up(tokens):
+    """The tokens; for what is below 0, which a look-up would take from the table's end, a number that no table has a
+    row for, so that it is NaN."""
+    if jnp.iinfo(tokens.dtype).bits < 32:
         tokens = tokens.astype(jnp.int32)
-    return jnp.where(tokens < 0, vocab, tokens)
+    return jnp.where(tokens < 0, jnp.iinfo(tokens.dtype).max, tokens)
 
 
 def _check_prompts(name, prompts, lengths, vocab):
@@ -154,7 +155,7 @@ def write_tokens(
         over = over if stop_at is None else over | (token == stop_at)
         positions = (lengths + i)[:, None]
         options = dict(positions=positions, decode=True, at=jnp.zeros_like(token), mutable=["cache"])
-        read = _looked_up(token, model.config.vocab_size)[:, None]
+        read = _looked_up(token)[:, None]
         return (model.apply({**variables, **cache}, read, **options, **context), over), token
 
     loop = plain_loops(lambda *start: jax.lax.scan(step, start, jnp.arange(count)))
