@@ -107,6 +107,8 @@ def _without_padding(prompts, lengths):
 def _looked_up(tokens):
     """The tokens; for what is below 0, which a look-up would take from the table's end, a number that no table has a
     row for, so that it is NaN."""
+    if jnp.issubdtype(tokens.dtype, jnp.unsignedinteger):
+        return tokens
     if jnp.iinfo(tokens.dtype).bits < 32:
         tokens = tokens.astype(jnp.int32)
     return jnp.where(tokens < 0, jnp.iinfo(tokens.dtype).max, tokens)

@@ -152,7 +152,8 @@ def test_tokens_of_prompts():
         np.testing.assert_array_equal(read(padded), read(prompts))
     unseen = jax.jit(lambda prompts: models.generate(model, variables, prompts, 3))
     for prompts[0, 1] in (V, -1, -V):
-        np.testing.assert_array_equal(unseen(prompts)[0], [-1, -1, -1])
+        for dtype in (np.int32, np.int8, np.uint8, np.uint32):  # -1 is 255, and so on
+            np.testing.assert_array_equal(unseen(prompts.astype(dtype))[0], [-1, -1, -1])
         within = jax.jit(lambda v, prompts=prompts: models.generate(model, v, prompts, 1, lengths=lengths))
         for call in (within, lambda v: models.generate(model, v, prompts, 1, lengths=lengths)):
             with pytest.raises(ValueError, match=rf"prompts\[0, 1\] is {prompts[0, 1]}; pass tokens from 0 to {V - 1}"):
