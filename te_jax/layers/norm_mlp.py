@@ -43,7 +43,7 @@ from te_jax.state import fp8
 
 _OF_WI = OperandNames("x", "wi", "wi_bias", "metas[0]")
 _OF_WO = OperandNames("the activation's output", "wo", "wo_bias", "metas[1]")
-METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
+_METAS_OF_TWO = NONE | tuple_of(METAS, 2)  # of wi and of wo
 _PAYS_FROM = 2**21  # elements of x: GPT layers of widths 1024 to 4096 under delayed scaling, on H100 and H200
 _TOO_SMALL = (
     "a layer with less than 2**21 elements (tokens times features) in a pass takes longer to train in FP8 than in "
@@ -154,7 +154,7 @@ def _check_kernels_of_two(name: str, x, wi, wo, count: int, recipe, metas) -> Sh
 def check_metas_of_two(name: str, recipe: Any, metas: Any) -> None:
     """Raises TypeError or ValueError, naming the layer, where `metas` are not of two kernels, or not given to a recipe
     that has state."""
-    check(name, "metas", metas, METAS_OF_TWO)
+    check(name, "metas", metas, _METAS_OF_TWO)
     if metas is None and isinstance(recipe, Recipe):
         fp8.check_metas(name, "metas", None, recipe, "pass a tuple of 2 fp8.DenseMetas")
 

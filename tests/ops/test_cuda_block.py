@@ -200,7 +200,7 @@ def test_gemm_block(mnk, square, types, tune, rng):
     oracle.check_gemm(got[: len(want)], want, size, k, bf16)
 
 
-# Axes of m, n and k: blocks are cut at the end of those of n and k, but of the first.
+# Axes of m, n and k. In all but the first case blocks are cut at the end of axes of n or k.
 CUT = [
     tuple((size,) for size in OWN),
     ((1000,), (2, 2880), (2880,)),

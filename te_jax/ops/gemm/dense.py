@@ -153,8 +153,8 @@ def _outer_axes(op: str, contract: int) -> int:
 
 
 def _block_cuda(call, lhs, rhs, *others, outer, out_dtype, in_place=False, **attrs):
-    """A product of matrices, or of axes as they are for the kernel of grouped products, to which blocks of
-    128 x 128 go that are cut. An f32 result's bias is added here, for an f32 epilogue would round it to bf16."""
+    """A product of matrices, or of axes as they are for the kernel of grouped products, to which blocks of 128 x 128 go
+    that are cut. An f32 result's bias is added here, for an f32 epilogue would round it to bf16."""
     ROWS_128.check_gpu("te_gemm_block")
     *scales, bias, c = others
     block, square, contract = ROWS_128.block, scales[-1] is not None, outer + 1
