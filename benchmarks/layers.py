@@ -18,7 +18,7 @@ from te_jax.core.loops import plain_loops
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.state.fp8 import FP8_COLLECTION
 
-from . import attention, flax_layer
+from . import attention, flax_layer, incumbent
 from .cases import Case
 from .timing import Call, compiled, normal, on_gpu
 
@@ -46,6 +46,8 @@ class Model:
 
     def module(self, impl: str) -> nn.Module | None:
         """None where the implementation lacks a part."""
+        if impl in incumbent.RECIPES:
+            return self.te(incumbent.modules())
         return self.te() if impl in RECIPES else self.flax(FLAX_DOTS[impl])
 
     def gemm_flops(self, backward: bool) -> float:
@@ -78,8 +80,9 @@ class Layer(Model):
     shape = property(lambda self: (self.batch, self.seq, self.hidden))
     dropout = property(lambda self: self.hidden_dropout or self.attention_dropout)
 
-    def te(self) -> nn.Module:
-        return te_flax.TransformerLayer(
+    def te(self, modules=te_flax) -> nn.Module:
+        own = {} if self.cut != "cp" else dict(context_parallel_causal_load_balanced=True)
+        return modules.TransformerLayer(
             hidden_size=self.hidden,
             mlp_hidden_size=self.ffn,
             num_attention_heads=self.heads,
@@ -92,9 +95,11 @@ class Layer(Model):
             self_attn_mask_type="causal",
             enable_rotary_pos_emb=self.llama,
             rotary_pos_emb_group_method="alternate",
+            enable_relative_embedding=False,
+            scale_attn_logits=True,
             enable_sequence_parallel=self.cut == "tp",
-            context_parallel_causal_load_balanced=self.cut == "cp",
             dtype=self.param_dtype,
+            **own,
         )
 
     def flax(self, dot) -> nn.Module | None:
@@ -196,8 +201,8 @@ class Mlp(Model):
     shape = property(lambda self: (self.rows, self.hidden))
     weights = property(lambda self: 2 * self.hidden * self.ffn)
 
-    def te(self):
-        return te_flax.LayerNormMLP(intermediate_dim=self.ffn, use_bias=self.use_bias, dtype=jnp.bfloat16)
+    def te(self, modules=te_flax):
+        return modules.LayerNormMLP(intermediate_dim=self.ffn, use_bias=self.use_bias, dtype=jnp.bfloat16)
 
     def flax(self, dot):
         return flax_layer.Mlp(self.ffn, use_bias=self.use_bias, dot=dot)
@@ -216,8 +221,8 @@ class Dense(Model):
     out_shape = property(lambda self: (self.m, self.n))
     weights = property(lambda self: self.n * self.k)
 
-    def te(self):
-        return te_flax.DenseGeneral(features=self.n, use_bias=False, dtype=jnp.bfloat16)
+    def te(self, modules=te_flax):
+        return modules.DenseGeneral(features=self.n, use_bias=False, dtype=jnp.bfloat16)
 
     def flax(self, dot):
         return flax_layer.dense(self.n, dot=dot)
@@ -274,6 +279,8 @@ class Trainee:
 
     def scope(self):
         """What a step is traced in."""
+        if self.impl in incumbent.RECIPES:
+            return incumbent.scope(self.impl)
         return te.autocast(enabled=True, recipe=self.recipe) if self.recipe else contextlib.nullcontext()
 
     def boxed_init(self, key, x):
@@ -386,7 +393,7 @@ def cases(tiny: bool) -> Iterator[Case]:
 
 
 def energy_models(tiny: bool) -> list[Model]:
-    """The GPT and the Llama layer and the MLP of `models`, and layers of other published sizes."""
+    """The GPT and the Llama layer and the MLP of `models`, and layers and an MLP of other published sizes."""
     gpt, llama = gpt_and_llama(tiny)
     mlps = [model for model in models(tiny) if isinstance(model, Mlp)]
     if tiny:
@@ -398,14 +405,16 @@ def energy_models(tiny: bool) -> list[Model]:
         Layer("llama layer h5120 b2 s4096", 2, 4096, 5120, 13824, 40, 40, llama=True),
         Layer("llama layer h2048 b3 s1536", 3, 1536, 2048, 5632, 32, 4, llama=True),
         Layer("gpt layer h3072 b3 s1000", 3, 1000, 3072, 12288, 24, 24),
+        Mlp(6144, 3072, 8192, use_bias=True),
     ]
 
 
 def energy_cases(tiny: bool) -> Iterator[Case]:
+    theirs = tuple(incumbent.RECIPES) if incumbent.installed() else ()
     for model in energy_models(tiny):
-        for impl in (*IMPLS, *[WITH_ATTENTION] * isinstance(model, Layer)):
+        for impl in (*IMPLS, *[WITH_ATTENTION] * isinstance(model, Layer), *theirs):
             if "fixed" not in impl:
-                beside = tuple(other for other in ("te_jax bf16", *FLAX_DOTS) if other != impl)
+                beside = tuple(other for other in ("te_jax bf16", *FLAX_DOTS, *theirs) if other != impl)
                 yield case(model, impl, backward=True, suite="energy", beside=beside)
 
 
