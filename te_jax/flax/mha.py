@@ -12,6 +12,7 @@ from te_jax.flax._by_position import by_chunks, temper
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._context import Context
 from te_jax.flax._field_rules import (
+    adapters_are_on,
     groups_divide_heads,
     logits_have_one_scale,
     qk_norm_fields_fit,
@@ -161,6 +162,7 @@ class MultiHeadAttention(Module):
             qk_norm_fields_fit,
             logits_have_one_scale,
             taken_keys_are_finished,
+            adapters_are_on,
         )
 
     @nn.compact
