@@ -3,6 +3,8 @@
 A rule takes the module and returns what is wrong with it, or None.
 """
 
+from flax import linen as nn
+
 from te_jax.core.check import plain
 from te_jax.flax._fields import (
     LORA_SCOPES,
@@ -16,6 +18,8 @@ from te_jax.flax._fields import (
 from te_jax.flax._state import describe
 from te_jax.ops.quantize.activation import check_params
 from te_jax.ops.rope import check_rotary
+from te_jax.sharding import SEQLEN_TP_AXES, current_mesh_resource
+from te_jax.sharding.resource import mesh_sizes
 
 
 def widths_are_positive(module) -> str | None:
@@ -188,6 +192,19 @@ def adapters_are_on(module) -> str | None:
     if getattr(module, switch) in (False, "none"):
         for name, value in _changed(module, "low_rank_adaptation_dim", "low_rank_adaptation_alpha"):
             warn_unused(module, f"{name} is {value!r}, but {switch} adapts nothing; set it, or leave {name} out")
+
+
+def sequences_are_split(module) -> str | None:
+    """`enable_sequence_parallel` needs a `tpsp_resource` where a MeshResource has a `tp_resource`, or a logical axis
+    rule; else a warning."""
+    resource = current_mesh_resource()
+    if resource is None or resource.tpsp_resource is not None or mesh_sizes().get(resource.tp_resource, 1) == 1:
+        return
+    if any(name == SEQLEN_TP_AXES and axes for name, axes in nn.get_logical_axis_rules()):
+        return
+    for name, value in _changed(module, "enable_sequence_parallel"):
+        but = f"the MeshResource has tp_resource={resource.tp_resource!r}, by which sequences stay whole"
+        warn_unused(module, f"{name} is {value}, but {but}; name that axis as tpsp_resource instead")
 
 
 def norm_fields_need_a_norm(module) -> str | None:

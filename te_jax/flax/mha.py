@@ -17,6 +17,7 @@ from te_jax.flax._field_rules import (
     logits_have_one_scale,
     qk_norm_fields_fit,
     rotary_fields_fit,
+    sequences_are_split,
     taken_keys_are_finished,
 )
 from te_jax.flax._fields import Module, check_call, groups_of, shared_fields, warn_unused
@@ -163,6 +164,7 @@ class MultiHeadAttention(Module):
             logits_have_one_scale,
             taken_keys_are_finished,
             adapters_are_on,
+            sequences_are_split,
         )
 
     @nn.compact

@@ -23,6 +23,7 @@ from te_jax.flax._field_rules import (
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
+    sequences_are_split,
     taken_keys_are_finished,
 )
 from te_jax.flax._fields import (
@@ -235,6 +236,7 @@ class TransformerLayer(Module):
             norms_in_front_are_there,
             taken_keys_are_finished,
             adapters_are_on,
+            sequences_are_split,
         )
 
     @nn.compact

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from probes import Probe
 from probes_modules import KEY, MHA, MLP, MOE, TRANSFORMER, B, S, field_probes, made
 
+import te_jax
 from te_jax import models
 
 W = UserWarning
@@ -50,8 +51,21 @@ def layers_without_positions():
     return jax.eval_shape(models.CausalLM(config).init, KEY, jnp.zeros((B, S), jnp.int32))
 
 
+def sequence_parallel(**resource):
+    mesh = jax.make_mesh((2,), ("t",), (jax.sharding.AxisType.Auto,))
+    with jax.set_mesh(mesh), te_jax.autocast(False, mesh_resource=te_jax.MeshResource(**resource)):
+        return made(TRANSFORMER, dict(enable_sequence_parallel=True))
+
+
 PROBES = [
     *field_probes(UNUSED),
+    Probe(
+        "sequences that stay whole",
+        lambda: sequence_parallel(tp_resource="t"),
+        W,
+        "^TransformerLayer: enable_sequence_parallel is True, but .*tp_resource='t'.*tpsp_resource instead",
+    ),
+    Probe("sequences in parts", lambda: in_silence(lambda: sequence_parallel(tpsp_resource="t"))),
     Probe("fields of modules inside", lambda: in_silence(handed_on)),
     Probe("fields of a model's layers", lambda: in_silence(layers_without_positions)),
 ]
