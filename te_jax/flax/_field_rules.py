@@ -3,6 +3,8 @@
 A rule takes the module and returns what is wrong with it, or None.
 """
 
+from flax import linen as nn
+
 from te_jax.core.check import plain
 from te_jax.flax._fields import (
     LORA_SCOPES,
@@ -16,6 +18,8 @@ from te_jax.flax._fields import (
 from te_jax.flax._state import describe
 from te_jax.ops.quantize.activation import check_params
 from te_jax.ops.rope import check_rotary
+from te_jax.sharding import SEQLEN_TP_AXES, current_mesh_resource
+from te_jax.sharding.resource import mesh_sizes
 
 
 def widths_are_positive(module) -> str | None:
@@ -48,9 +52,19 @@ def head_width_is_known(module) -> str | None:
         )
 
 
+def _changed(module, *names: str):
+    """(name, value) of the fields that are not the class's default, without those that the module around it has: it
+    hands them on, and says itself what is wrong with them."""
+    for name in names:
+        value = getattr(module, name)
+        if value != getattr(type(module), name) and not hasattr(module.parent, name):
+            yield name, value
+
+
 def rotary_fields_fit(module) -> str | None:
     """`rotary_pos_emb_dim`, `rotary_pos_emb_scaling` and `rotary_pos_emb_sections` need RoPE; it turns an even number
-    of a head's channels; sections go without `attn_temperature`."""
+    of a head's channels; sections go without `attn_temperature`. Other rotary fields without RoPE get a
+    warning."""
     if getattr(module, "kv_lora_rank", None) is not None:
         return None  # see `latent_widths_fit`
     decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
@@ -60,6 +74,8 @@ def rotary_fields_fit(module) -> str | None:
         if not on and getattr(module, name) is not None:
             return f"{name} is {getattr(module, name)!r}, but RoPE is off; set {names}, or leave {name} out"
     if not on:
+        for name, value in _changed(module, "rotary_pos_emb_windows", "rotary_pos_emb_group_method"):
+            warn_unused(module, f"{name} is {value!r}, but RoPE is off; set {names}, or leave {name} out")
         return None
     width, by = head_width(module), "head_dim" if hasattr(module, "head_dim") else "kv_channels"
     dim, scaling, sections = (getattr(module, f"rotary_pos_emb_{name}") for name in ("dim", "scaling", "sections"))
@@ -164,6 +180,38 @@ def cross_fields_need_a_decoder(module) -> str | None:
         if getattr(module, name) and not is_decoder(module):
             text = f'{name} is {getattr(module, name)!r}, but layer_type is "encoder", which has no cross-attention'
             warn_unused(module, f'{text}; leave it out, or use "decoder"')
+
+
+def adapters_are_on(module) -> str | None:
+    """`low_rank_adaptation_dim` and `low_rank_adaptation_alpha` need adapters, and `low_rank_adaptation_scope` "mlp"
+    needs an MLP; else a warning."""
+    by_scope = hasattr(module, "low_rank_adaptation_scope")
+    switch = "low_rank_adaptation_scope" if by_scope else "enable_low_rank_adaptation"
+    if getattr(module, switch) == "mlp" and not hasattr(module, "mlp_hidden_size") and any(_changed(module, switch)):
+        warn_unused(module, f"{switch} is 'mlp', but this module has no MLP; use 'all'")
+    if getattr(module, switch) in (False, "none"):
+        for name, value in _changed(module, "low_rank_adaptation_dim", "low_rank_adaptation_alpha"):
+            warn_unused(module, f"{name} is {value!r}, but {switch} adapts nothing; set it, or leave {name} out")
+
+
+def sequences_are_split(module) -> str | None:
+    """`enable_sequence_parallel` needs a `tpsp_resource` where a MeshResource has a `tp_resource`, or a logical axis
+    rule; else a warning."""
+    resource = current_mesh_resource()
+    if resource is None or resource.tpsp_resource is not None or mesh_sizes().get(resource.tp_resource, 1) == 1:
+        return
+    if any(name == SEQLEN_TP_AXES and axes for name, axes in nn.get_logical_axis_rules()):
+        return
+    for name, value in _changed(module, "enable_sequence_parallel"):
+        but = f"the MeshResource has tp_resource={resource.tp_resource!r}, by which sequences stay whole"
+        warn_unused(module, f"{name} is {value}, but {but}; name that axis as tpsp_resource instead")
+
+
+def norm_fields_need_a_norm(module) -> str | None:
+    """`layernorm_type` and `zero_centered_gamma` need `enable_layernorm`; else a warning."""
+    if not module.enable_layernorm:
+        for name, value in _changed(module, "layernorm_type", "zero_centered_gamma"):
+            warn_unused(module, f"{name} is {value!r}, but enable_layernorm is False; set it, or leave {name} out")
 
 
 def activations_take_their_params(module) -> str | None:

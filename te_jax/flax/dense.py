@@ -20,7 +20,7 @@ from te_jax.flax._common import (
     lora_parameters,
     parameter,
 )
-from te_jax.flax._field_rules import last_axis_alone, widths_are_positive
+from te_jax.flax._field_rules import adapters_are_on, last_axis_alone, widths_are_positive
 from te_jax.flax._fields import Module, as_tuple, check_call, norm_type
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.flax.kernels import kernel_operand
@@ -82,7 +82,7 @@ class DenseGeneral(Module):
     return_bias: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (widths_are_positive,)
+        rules = (widths_are_positive, adapters_are_on)
 
     @nn.compact
     def __call__(
@@ -191,7 +191,7 @@ class LayerNormDenseGeneral(Module):
     return_bias: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (widths_are_positive, last_axis_alone)
+        rules = (widths_are_positive, last_axis_alone, adapters_are_on)
 
     @nn.compact
     def __call__(

@@ -9,7 +9,7 @@ from flax import linen as nn
 
 from te_jax.core.products import product
 from te_jax.flax._common import Initializer, floating, in_compute_dtype, parameter, residual_axes
-from te_jax.flax._field_rules import head_width_is_known
+from te_jax.flax._field_rules import adapters_are_on, head_width_is_known, sequences_are_split
 from te_jax.flax._fields import Module, head_width, norm_type, shared_fields
 from te_jax.flax._state import describe
 from te_jax.flax.mha import MultiHeadAttention, input_of
@@ -66,7 +66,7 @@ class DiTBlock(Module):
 
     transpose_batch_sequence = False  # no field: inputs are [b, s, H]
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (head_width_is_known,)
+        rules = (head_width_is_known, adapters_are_on, sequences_are_split)
 
     @nn.compact
     def __call__(self, x: jax.Array, condition: jax.Array) -> jax.Array:

@@ -12,10 +12,12 @@ from te_jax.flax._by_position import by_chunks, temper
 from te_jax.flax._common import Initializer, floating, in_compute_dtype
 from te_jax.flax._context import Context
 from te_jax.flax._field_rules import (
+    adapters_are_on,
     groups_divide_heads,
     logits_have_one_scale,
     qk_norm_fields_fit,
     rotary_fields_fit,
+    sequences_are_split,
     taken_keys_are_finished,
 )
 from te_jax.flax._fields import Module, check_call, groups_of, shared_fields, warn_unused
@@ -161,6 +163,8 @@ class MultiHeadAttention(Module):
             qk_norm_fields_fit,
             logits_have_one_scale,
             taken_keys_are_finished,
+            adapters_are_on,
+            sequences_are_split,
         )
 
     @nn.compact

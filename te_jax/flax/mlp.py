@@ -24,7 +24,7 @@ from te_jax.flax._common import (
     parameter,
     stack_kernels,
 )
-from te_jax.flax._field_rules import activations_take_their_params, last_axis_alone
+from te_jax.flax._field_rules import activations_take_their_params, adapters_are_on, last_axis_alone
 from te_jax.flax._fields import Module, check_call, shared_fields
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.dense import norm_dense, norm_options, operand, trailing_axes
@@ -105,7 +105,7 @@ class LayerNormMLP(Module):
     return_bias: bool = False
 
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (last_axis_alone, activations_take_their_params)
+        rules = (last_axis_alone, activations_take_their_params, adapters_are_on)
 
     @nn.compact
     def __call__(

@@ -17,7 +17,7 @@ from te_jax.flax._common import (
     kernel_initializer,
     parameter,
 )
-from te_jax.flax._field_rules import activations_take_their_params
+from te_jax.flax._field_rules import activations_take_their_params, norm_fields_need_a_norm
 from te_jax.flax._fields import Module, check_call, norm_type, shared_fields, warn_unused
 from te_jax.flax._state import describe, expert_metas, is_lifted, not_passed_on, recipe_of
 from te_jax.flax.dense import DenseGeneral, norm_options
@@ -203,6 +203,7 @@ class MoEBlock(Module):
             sequences_are_rows,
             weighed_tokens_have_one_expert,
             gates_have_experts,
+            norm_fields_need_a_norm,
         )
 
     @nn.compact

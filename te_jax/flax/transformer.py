@@ -10,6 +10,7 @@ from flax import linen as nn
 from te_jax.flax._common import Dropout, Initializer, floating, in_compute_dtype, parameter, residual_axes
 from te_jax.flax._field_rules import (
     activations_take_their_params,
+    adapters_are_on,
     cross_fields_need_a_decoder,
     experts_have_an_mlp_next_to_them,
     experts_take_the_place_of_the_mlp,
@@ -22,6 +23,7 @@ from te_jax.flax._field_rules import (
     qk_norm_fields_fit,
     relative_embedding_is_a_bias,
     rotary_fields_fit,
+    sequences_are_split,
     taken_keys_are_finished,
 )
 from te_jax.flax._fields import (
@@ -233,6 +235,8 @@ class TransformerLayer(Module):
             parallel_layers_are_encoders,
             norms_in_front_are_there,
             taken_keys_are_finished,
+            adapters_are_on,
+            sequences_are_split,
         )
 
     @nn.compact

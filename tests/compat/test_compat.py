@@ -132,6 +132,41 @@ def test_norms_in_front_of_dense_layers(rng):
             refused(x, *(gamma, None, "rmsnorm") if name == "layernorm" else (swiglu,), quantizer=quantizers.x)
 
 
+def test_what_functions_refuse():
+    """Arguments that the incumbent has a use for, or refuses, and that had none here."""
+    create, current = QuantizerFactory.create_set, recipe.Float8CurrentScaling()
+    for given, error, words in (
+        (dict(quantize_meta_set=object(), fp8_recipe=current), ValueError, "quantize_meta_set is given"),
+        (dict(n_quantizer_set=2), TypeError, "n_quantizer_set.*did you mean 'n_quantizer_sets'"),
+        (
+            dict(fp8_recipe=current, scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING),
+            ValueError,
+            "fp8_recipe is given too",
+        ),
+    ):
+        with pytest.raises(error, match=words):
+            create(**given)
+    x, kernels = jnp.ones((6, 8)), (jnp.ones((8, 1, 16)), jnp.ones((16, 8)))
+    mlp = lambda *given, **more: te.layernorm_mlp.layernorm_mlp(x, jnp.ones(8), None, *given, "rmsnorm", **more)
+    with pytest.raises(ValueError, match="kernels has 3 entries"):
+        mlp((*kernels, kernels[0]), (None, None))
+    named = tuple(create(fp8_recipe=current, checkpoint_name=name) for name in "ab")
+    with pytest.raises(ValueError, match="checkpoint of quantizer_sets is 'a' and 'b'"):
+        mlp(kernels, (None, None), quantizer_sets=named)
+
+
+def test_arguments_by_the_incumbents_names():
+    x = jnp.ones((4, 8))
+    constrained = te.sharding.with_sharding_constraint_by_logical_axes(x=x, logical_axis_names=("a", "b"))
+    np.testing.assert_array_equal(constrained, x)
+    assert te.layernorm.canonicalize_norm_type(x="RMS_Norm") == "rmsnorm"
+    route = te.router.fused_topk_with_score_function
+    for one, other in zip(
+        route(x, 2, score_function="SIGMOID", routing_map_format="ByteMap"), route(x, 2, False, -1, -1, 1.0, "sigmoid")
+    ):
+        np.testing.assert_array_equal(one, other)
+
+
 def test_grouped_dense_layers(rng):
     x, kernel = (on_device(rng.standard_normal(shape), jnp.float32) for shape in ((9, 8), (3, 8, 5)))
     sizes = jnp.array([4, 0, 3])

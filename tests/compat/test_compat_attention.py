@@ -122,9 +122,16 @@ def test_a_mask_without_padding_is_told_of(qkv):
 
 
 def test_what_attention_refuses(qkv):
-    for argument in (dict(score_mod=lambda *_: 0), dict(stripe_size=128)):
+    """Also what belongs to score_mod, by itself, and both names of one argument."""
+    tensors = dict(score_mod_tensors=dict(a=1)), dict(score_mod_bprop_tensors=dict(a=1))
+    for argument in (dict(score_mod=lambda *_: 0), dict(score_mod_bprop=lambda *_: 0), *tensors, dict(stripe_size=128)):
         with pytest.raises(ValueError, match=f"{next(iter(argument))} is .*, which te_jax does not have"):
             call(qkv, **argument)
+    lengths = SequenceDescriptor.from_seqlens(jnp.array([5, 7]))
+    with pytest.raises(ValueError, match="mask and sequence_descriptor are one argument"):
+        call(qkv, lengths, AttnMaskType.PADDING_MASK, mask=jnp.zeros((2, 1, 7, 7), bool))
+    with pytest.warns(UserWarning, match="softmax_offset is given, which .*VANILLA_SOFTMAX ignores"):
+        call(qkv, softmax_offset=jnp.ones((1, 4, 1, 1)))
 
 
 def test_dropout_is_for_training_alone(qkv):

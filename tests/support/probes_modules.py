@@ -32,8 +32,9 @@ REQUIRED = {
     te_flax.MultiHeadLatentAttention: LATENT | dict(num_attention_heads=N),
     te_flax.RelativePositionBiases: dict(num_buckets=8, max_distance=20, num_attention_heads=N),
     te_flax.TransformerLayer: LAYER,
+    te_flax.MoEBlock: {},
 }
-DENSE, NORM_DENSE, MLP, NORM, CORE, MHA, MLA, BIASES, TRANSFORMER = REQUIRED
+DENSE, NORM_DENSE, MLP, NORM, CORE, MHA, MLA, BIASES, TRANSFORMER, MOE = REQUIRED
 INPUTS = dict.fromkeys(REQUIRED, (X,)) | {CORE: (Q, Q, Q), BIASES: (S, S)}
 ENCODED = dict(encoded=X)
 

@@ -213,16 +213,18 @@ def fused_attn(
         them.
     mask: the name of `sequence_descriptor` in older code.
 
-    Returns [b, s, h, dv]. Raises ValueError for score_mod and stripe_size, and what the module raises.
+    Returns [b, s, h, dv]. Raises ValueError for score_mod and what belongs to it, for stripe_size and for a mask next
+    to a sequence_descriptor, and what the module raises.
     """
-    _check_served(score_mod, stripe_size)
-    mask = mask if sequence_descriptor is None else sequence_descriptor
-    descriptor, mask = (mask, None) if isinstance(mask, SequenceDescriptor) else (None, mask)
-    if mask is not None and not attn_mask_type.is_padding():
-        warn_once("fused_attn", f"a mask of {mask.shape} is given, which {attn_mask_type} ignores; leave it out.")
-        mask = None
+    _check_served(
+        score_mod=score_mod, score_mod_bprop=score_mod_bprop, score_mod_tensors=score_mod_tensors,
+        score_mod_bprop_tensors=score_mod_bprop_tensors, stripe_size=stripe_size,
+    )  # fmt: skip
+    descriptor, mask = _descriptor_or_mask(sequence_descriptor, mask, attn_mask_type)
     query, last = qkv[0], qkv[-1]
     learnable = softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX
+    if softmax_offset is not None and not learnable:
+        warn_once("fused_attn", f"softmax_offset is given, which {softmax_type} ignores; leave it out.")
     module = DotProductAttention(
         parent=None,  # A caller that is a module itself would own it.
         head_dim=query.shape[-1],
@@ -249,6 +251,21 @@ def fused_attn(
     )  # fmt: skip
 
 
+def _descriptor_or_mask(sequence_descriptor, mask, attn_mask_type: AttnMaskType):
+    """(descriptor or None, mask or None) of an argument with two names, of which older code has the second."""
+    if mask is not None and sequence_descriptor is not None:
+        raise ValueError(
+            "fused_attn: mask and sequence_descriptor are one argument, and both are given; leave one out."
+        )
+    given = mask if sequence_descriptor is None else sequence_descriptor
+    if isinstance(given, SequenceDescriptor):
+        return given, None
+    if given is not None and not attn_mask_type.is_padding():
+        warn_once("fused_attn", f"a mask of {given.shape} is given, which {attn_mask_type} ignores; leave it out.")
+        given = None
+    return None, given
+
+
 def _dropout_key(seed: jax.Array) -> jax.Array:
     """The key that a seed gives: the first of typed keys, or the first two words of other arrays."""
     words = jnp.asarray(seed).reshape(-1)
@@ -257,12 +274,10 @@ def _dropout_key(seed: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words[:2].astype(jnp.uint32), impl="threefry2x32")
 
 
-def _check_served(score_mod, stripe_size) -> None:
-    for name, value, way_out in (
-        ("score_mod", score_mod, "give a bias or a mask"),
-        ("stripe_size", stripe_size, "use ReorderStrategy.DualChunkSwap"),
-    ):
+def _check_served(**given: Any) -> None:
+    for name, value in given.items():
         if value is not None:
+            way_out = "use ReorderStrategy.DualChunkSwap" if name == "stripe_size" else "give a bias or a mask"
             raise ValueError(f"fused_attn: {name} is {value!r}, which te_jax does not have; {way_out}.")
 
 

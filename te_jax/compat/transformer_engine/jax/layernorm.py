@@ -6,9 +6,14 @@ import jax
 
 from te_jax import layers
 from te_jax.compat._absent import GetAttr, absent
-from te_jax.flax._fields import norm_type as canonicalize_norm_type
+from te_jax.flax._fields import norm_type as _norm_type
 
 __getattr__: GetAttr = absent("transformer_engine.jax.layernorm")
+
+
+def canonicalize_norm_type(x: str) -> str:
+    """A `norm_type` as "layernorm" or "rmsnorm", whatever its case, "-" and "_"."""
+    return _norm_type(x)
 
 
 def layernorm(

@@ -43,16 +43,20 @@ def layernorm_mlp(
     """The MLP of kernels [h, A, F] and [F, o] behind a norm (`te_jax.layers.layernorm_mlp`).
 
     transpose_batch_sequence and dot_1_input_axes are without effect: the norm's output is no array of its own in FP8.
-    The recipe of both quantizer sets must be the same.
+    The recipe of both quantizer sets must be the same, and so the name of what is kept.
     """
     del transpose_batch_sequence, dot_1_input_axes
     for each in collective_op_sets:
         check_collective("layernorm_mlp", each)
+    for name, given in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
+        if len(given) != 2:
+            raise ValueError(f"layernorm_mlp: {name} has {len(given)} entries; pass one for each of the two products.")
     first, second = (each._asdict() for each in quantizer_sets)
-    if first["recipe"] != second["recipe"]:
-        raise ValueError(
-            f"layernorm_mlp: quantizer_sets have the recipes {first['recipe']} and {second['recipe']}; give both one."
-        )
+    for name in ("recipe", "checkpoint"):
+        if first[name] != second[name]:
+            raise ValueError(
+                f"layernorm_mlp: {name} of quantizer_sets is {first[name]!r} and {second[name]!r}; give both one."
+            )
     metas = (first.pop("metas"), second["metas"])
     y = layers.layernorm_mlp(
         constrain(x, norm_input_axes),

@@ -1,6 +1,7 @@
 """`transformer_engine.jax.router`: te_jax's router, with a column for each expert in its results."""
 
 from enum import Enum
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,11 @@ class RoutingMapFormat(Enum):
 
     BYTEMAP = "bytemap"
     BITMAP_U8 = "bitmap_u8"
+
+
+def _member(cls: type[Enum], given: Enum | str) -> Any:
+    """The member of `cls` that is given, or that a string in any case names."""
+    return cls(given.lower() if isinstance(given, str) else given)
 
 
 def fused_topk_with_score_function(
@@ -50,11 +56,11 @@ def fused_topk_with_score_function(
             f"{where}: compute_aux_scores is True, which te_jax has not; give the logits to "
             "te_jax.ops.router.load_balancing_loss."
         )
-    if RoutingMapFormat(routing_map_format) is not RoutingMapFormat.BYTEMAP:
+    if _member(RoutingMapFormat, routing_map_format) is not RoutingMapFormat.BYTEMAP:
         raise ValueError(f"{where}: routing_map_format is {routing_map_format!r}; te_jax has only BYTEMAP.")
     options = RouterOptions(
         topk=topk,
-        score_function=ScoreFunction(score_function).value,
+        score_function=_member(ScoreFunction, score_function).value,
         use_pre_softmax=use_pre_softmax,
         scaling_factor=scaling_factor,
         num_groups=max(1, num_groups),

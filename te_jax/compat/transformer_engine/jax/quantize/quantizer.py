@@ -14,6 +14,7 @@ from jax.typing import DTypeLike
 
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
+from te_jax.core.check import check_names
 from te_jax.recipe import Recipe
 from te_jax.recipe.delayed import HISTORY
 from te_jax.state import fp8
@@ -126,9 +127,21 @@ class QuantizerFactory:
         The FP8 types are the recipe's, and layers choose the layouts: is_2x2x and n_groups have no effect. A recipe
         with state has fresh state, whose gradient goes nowhere.
 
-        Raises ValueError for fwd_dtype and bwd_dtype that the recipe does not have, and for a mode without a recipe.
+        Raises ValueError for fwd_dtype and bwd_dtype that the recipe does not have, for a mode without a recipe, for a
+        mode next to a recipe, and for quantize_meta_set; TypeError for other keywords.
         """
-        del is_2x2x, n_groups, kwargs
+        del is_2x2x, n_groups
+        where = "QuantizerFactory.create_set"
+        if kwargs.pop("quantize_meta_set", None) is not None:
+            raise ValueError(
+                f"{where}: quantize_meta_set is given, but FP8 state of te_jax lies in a QuantizerSet's `metas`; "
+                "leave it out, and keep state by TransformerEngineBase.generate_quantizer_set."
+            )
+        check_names(where, kwargs, list(QuantizerFactory.create_set.__annotations__)[:8])
+        if fp8_recipe is not None and scaling_mode is not None:
+            raise ValueError(
+                f"{where}: scaling_mode is {scaling_mode}, but fp8_recipe is given too; leave one of them out."
+            )
         recipe = fp8_recipe
         if recipe is None and scaling_mode is None:
             recipe = fp8.current_recipe()
