@@ -137,7 +137,7 @@ def test_what_functions_refuse():
     create, current = QuantizerFactory.create_set, recipe.Float8CurrentScaling()
     for given, error, words in (
         (dict(quantize_meta_set=object(), fp8_recipe=current), ValueError, "quantize_meta_set is given"),
-        (dict(n_quantizer_set=2), TypeError, "n_quantizer_set.*did you mean 'n_quantizer_sets'"),
+        (dict(n_quantizer_set=2), TypeError, "n_quantizer_set"),
         (
             dict(fp8_recipe=current, scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING),
             ValueError,

@@ -14,7 +14,6 @@ from jax.typing import DTypeLike
 
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
-from te_jax.core.check import check_names
 from te_jax.recipe import Recipe
 from te_jax.recipe.delayed import HISTORY
 from te_jax.state import fp8
@@ -120,7 +119,8 @@ class QuantizerFactory:
         n_groups: int | None = None,
         checkpoint_name: str | None = None,
         fp8_recipe: Recipe | None = None,
-        **kwargs: Any,
+        *,
+        quantize_meta_set: Any = None,
     ) -> QuantizerSet | tuple[QuantizerSet, ...]:
         """A set, or a tuple of them, of `fp8_recipe`, of the recipe of `scaling_mode`, or of the one in force.
 
@@ -128,16 +128,15 @@ class QuantizerFactory:
         with state has fresh state, whose gradient goes nowhere.
 
         Raises ValueError for fwd_dtype and bwd_dtype that the recipe does not have, for a mode without a recipe, for a
-        mode next to a recipe, and for quantize_meta_set; TypeError for other keywords.
+        mode next to a recipe, and for a quantize_meta_set.
         """
         del is_2x2x, n_groups
         where = "QuantizerFactory.create_set"
-        if kwargs.pop("quantize_meta_set", None) is not None:
+        if quantize_meta_set is not None:
             raise ValueError(
                 f"{where}: quantize_meta_set is given, but FP8 state of te_jax lies in a QuantizerSet's `metas`; "
                 "leave it out, and keep state by TransformerEngineBase.generate_quantizer_set."
             )
-        check_names(where, kwargs, list(QuantizerFactory.create_set.__annotations__)[:8])
         if fp8_recipe is not None and scaling_mode is not None:
             raise ValueError(
                 f"{where}: scaling_mode is {scaling_mode}, but fp8_recipe is given too; leave one of them out."
