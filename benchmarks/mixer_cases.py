@@ -8,7 +8,7 @@ from .op_case import Case, f32, i32
 _conv_sizes = {"b...0": 8, "s": 5, "c": 8, "w": 3, "v": 2}
 _ssd_sizes = {"b...0": 8, "s": 5, "g": 8, "r": 2, "p": 4, "n": 2}
 _ssd = dict(softplus=True, least=0.0, most=8.0, shared=2)
-_delta_sizes = {"b...0": 8, "s": 5, "g": 8, "r": 2, "d": 4, "e": 2}
+_delta_sizes = {"b...0": 8, "s": 3, "g": 8, "r": 2, "d": 4, "e": 2}
 _delta = dict(scale=0.5, normalize=True, shared=2)
 _one_gate = {"gate": ("d",)}
 _one_key = {"q": ("g",), "k": ("g",)}

@@ -445,12 +445,14 @@ def test_bias_of_a_part_of_the_batch(ones, rng):
         return call
 
     forward = functools.partial(kernel(attention_reference.forward, 5), outputs=("out", "lse"))
-    out, lse, *_ = attention_op._call_forward(forward, *operands, None, **attrs)
-    close((out, lse), attention_reference.forward(*operands, None, **attrs)[:2])
-    after = out, lse, None
+    forwards = functools.partial(attention_op._call_forward, forward), attention_reference.forward
+    (out, lse), wanted = jax.jit(lambda *a: [run(*a, None, **attrs)[:2] for run in forwards])(*operands)
+    close((out, lse), wanted)
     backward = kernel(attention_reference.backward, 6)
-    got = attention_op._backward(backward, dout, *operands, *after, **attrs, deterministic=True)
-    want = attention_reference.backward(dout, *operands, *after, **attrs, deterministic=True)
+    backwards = functools.partial(attention_op._backward, backward), attention_reference.backward
+    after = out, lse, None
+    both = jax.jit(lambda *a: [run(*a, **attrs, deterministic=True) for run in backwards])
+    got, want = both(dout, *operands, *after)
     close(got[:3], want[:3])
     of_bias, wanted = (np.asarray(grads[-1], np.float32) for grads in (got, want))
     assert of_bias.shape == bias.shape  # rounded before up to 3 rows are added up

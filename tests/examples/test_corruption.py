@@ -17,6 +17,7 @@ import pytest
 from flax import linen as nn
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from quick_init import quick_init
 from shared_uses import CASES
 from small_net import NET, RECIPE, L, close, create, data, loss_fn, make_step, newest
 from states import assert_equal
@@ -63,7 +64,7 @@ def test_added_up_states_stay_safe(case, options):
     xs = data(3, 8, 16) * jnp.asarray([2.0, 7.0, 3.0])[:, None, None]
     amax, uses = float(jnp.abs(xs).max()), 3
     with te.autocast(True, DelayedScaling(amax_history_len=L, **options)):
-        variables = nn.meta.unbox(jax.jit(module.init)(jax.random.key(0), xs if case != "microbatches" else xs[0]))
+        variables = nn.meta.unbox(quick_init(module.init)(jax.random.key(0), xs if case != "microbatches" else xs[0]))
         state = create(optax.sgd(0.0)).replace(params=variables["params"], fp8={"fp8_metas": variables["fp8_metas"]})
         grad = jax.jit(jax.grad(lambda params, fp8: loss({"params": params, **fp8}, xs), (0, 1)))
         naive, naive_scales = state.fp8, []

@@ -221,7 +221,7 @@ def newest(state, tensor="x"):
 
 def step(model, x, grad=jax.grad, **kwargs):
     """The FP8 state after one step of `model`."""
-    others, params = flax.core.pop(jax.jit(lambda x: model.init(KEY, x, **kwargs))(x), "params")
+    others, params = flax.core.pop(quick_init(model.init)(KEY, x, **kwargs), "params")
     loss = lambda state, params, x: jnp.mean(model.apply({"params": params, **state}, x, **kwargs) ** 2)
     return jax.jit(grad(loss))(others, params, x)
 

@@ -41,10 +41,22 @@ def with_gradients(f, offset=None):
     return run
 
 
-def wanted(arrays, **kwargs):
+@cache
+def on_one_device(**options):
+    """The program of (descriptor, *arrays); tests of the same options and shapes share it."""
+
+    def run(described, *arrays):
+        f = lambda q, k, v, offset=None: dot_product_attention(
+            q, k, v, softmax_offset=offset, sequence_descriptor=described, return_lse=True, **options
+        )
+        return with_gradients(f)(*arrays)
+
+    return jax.jit(run)
+
+
+def wanted(arrays, sequence_descriptor=None, **options):
     """On one device."""
-    f = lambda q, k, v, offset=None: dot_product_attention(q, k, v, softmax_offset=offset, return_lse=True, **kwargs)
-    return jax.jit(with_gradients(f))(*arrays)
+    return on_one_device(**options)(sequence_descriptor, *arrays)
 
 
 def mesh_of(cp, types, other=2):

@@ -283,7 +283,7 @@ def test_dropout(what, kind):
     device."""
     rate = dict(intermediate_dropout_rate=0.5) if what == "mlp" else dict(attention_dropout=0.5)
     module, x = module_of(what, False, **rate), jnp.broadcast_to(data(jnp.float32)[:1], (B, S, H))
-    params = nn.meta.unbox(jax.jit(functools.partial(module.init, deterministic=True))(KEY, x)["params"])
+    params = nn.meta.unbox(quick_init(functools.partial(module.init, deterministic=True))(KEY, x)["params"])
     run = jax.jit(lambda params, x: module.apply({"params": params}, x, rngs={"dropout": KEY})[0])
     want = run(params, x)
     mesh = jax.make_mesh((2, 4), ("dp", "tp"), axis_types=(KINDS[kind],) * 2)

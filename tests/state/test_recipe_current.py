@@ -252,7 +252,7 @@ def test_modules(name, rng, monkeypatch):
     """Without state, and with the numbers of plain JAX; f32, so that nothing but FP8 rounds."""
     module, (x,) = MODULES[name](), data(rng, (2, 8, 16))
     with te.autocast(True, RECIPE):
-        variables = nn.meta.unbox(jax.jit(module.init)(KEY, x))
+        variables = nn.meta.unbox(quick_init(module.init)(KEY, x))
         assert set(variables) == {"params"}
         run = lambda: results(lambda v, x: first(module.apply(v, x)), variables, x)
         got = run()
