@@ -372,7 +372,7 @@ CASES = [
         large=(_gated_norm("backward", (bf16, bf16, bf16, f32, bf16), ("dx", "dz", "dgamma")),),
     ),
     Case(
-        "gated_norm_block", "te_gated_norm_block_fwd", {"m...0": 4, "m": 512, "g": 4, "c": 132}, (bf16, bf16, f32),
+        "gated_norm_block", "te_gated_norm_block_fwd", {"m...0": 4, "m": 512, "g": 8, "c": 132}, (bf16, bf16, f32),
         _law | _gate_first, None, {"m...": 1},
         large=(_gated_norm("to fp8, both layouts", (bf16,) * 3, (*_both_in_blocks, "rstd"), block=True),),
     ),

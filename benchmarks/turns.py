@@ -179,7 +179,8 @@ def chosen(cases: Iterable[Case], only: str | None) -> list[list[Case]]:
 def measure_all(groups: list[list[Case]], args) -> dict:
     seconds = _QUICK_SECONDS if args.quick else _OWN_SECONDS.get(args.command, _SECONDS)
     # Algorithms are timed where nothing else runs, and a recipe of TransformerEngine's holds for all threads.
-    apart = args.tune or args.command in _ON_ALL_GPUS or incumbent.installed()
+    of_incumbent = any(case.impl in incumbent.RECIPES for group in groups for case in group)
+    apart = args.tune or args.command in _ON_ALL_GPUS or of_incumbent
     at_once = 1 if apart else _COMPILED_AT_ONCE
     result = {"machine": machine.describe(), "timing": f"in turns, {seconds} s each", "rows": []}
     say = lambda text: print(text, file=sys.stderr, flush=True)

@@ -9,10 +9,12 @@ from te_jax.core.check import plain
 from te_jax.flax._fields import (
     LORA_SCOPES,
     POSITIVE_INTS,
+    Module,
     as_tuple,
     has_relative_embedding,
     head_width,
     is_decoder,
+    norm_type,
     warn_unused,
 )
 from te_jax.flax._state import describe
@@ -53,18 +55,18 @@ def head_width_is_known(module) -> str | None:
 
 
 def _changed(module, *names: str):
-    """(name, value) of the fields that are not the class's default, without those that the module around it has: it
-    hands them on, and says itself what is wrong with them."""
+    """(name, value) of the fields that are not the class's default, without those that a module of te_jax around it
+    has: it hands them on, and says itself what is wrong with them."""
+    around = module.parent if isinstance(module.parent, Module) else None
     for name in names:
         value = getattr(module, name)
-        if value != getattr(type(module), name) and not hasattr(module.parent, name):
+        if value != getattr(type(module), name) and not hasattr(around, name):
             yield name, value
 
 
 def rotary_fields_fit(module) -> str | None:
     """`rotary_pos_emb_dim`, `rotary_pos_emb_scaling` and `rotary_pos_emb_sections` need RoPE; it turns an even number
-    of a head's channels; sections go without `attn_temperature`. Other rotary fields without RoPE get a
-    warning."""
+    of a head's channels; sections go without `attn_temperature`."""
     if getattr(module, "kv_lora_rank", None) is not None:
         return None  # see `latent_widths_fit`
     decoder = getattr(module, "cross_rotary_pos_emb", False) and is_decoder(module)
@@ -74,8 +76,6 @@ def rotary_fields_fit(module) -> str | None:
         if not on and getattr(module, name) is not None:
             return f"{name} is {getattr(module, name)!r}, but RoPE is off; set {names}, or leave {name} out"
     if not on:
-        for name, value in _changed(module, "rotary_pos_emb_windows", "rotary_pos_emb_group_method"):
-            warn_unused(module, f"{name} is {value!r}, but RoPE is off; set {names}, or leave {name} out")
         return None
     width, by = head_width(module), "head_dim" if hasattr(module, "head_dim") else "kv_channels"
     dim, scaling, sections = (getattr(module, f"rotary_pos_emb_{name}") for name in ("dim", "scaling", "sections"))
@@ -183,15 +183,21 @@ def cross_fields_need_a_decoder(module) -> str | None:
 
 
 def adapters_are_on(module) -> str | None:
-    """`low_rank_adaptation_dim` and `low_rank_adaptation_alpha` need adapters, and `low_rank_adaptation_scope` "mlp"
-    needs an MLP; else a warning."""
+    """`low_rank_adaptation_dim` and `low_rank_adaptation_alpha` need adapters; else a warning."""
     by_scope = hasattr(module, "low_rank_adaptation_scope")
     switch = "low_rank_adaptation_scope" if by_scope else "enable_low_rank_adaptation"
-    if getattr(module, switch) == "mlp" and not hasattr(module, "mlp_hidden_size") and any(_changed(module, switch)):
-        warn_unused(module, f"{switch} is 'mlp', but this module has no MLP; use 'all'")
     if getattr(module, switch) in (False, "none"):
         for name, value in _changed(module, "low_rank_adaptation_dim", "low_rank_adaptation_alpha"):
             warn_unused(module, f"{name} is {value!r}, but {switch} adapts nothing; set it, or leave {name} out")
+
+
+def no_mlp_is_adapted(module) -> str | None:
+    """`low_rank_adaptation_scope` "mlp" adapts nothing here; it gets a warning."""
+    for name, value in _changed(module, "low_rank_adaptation_scope"):
+        if value == "mlp":
+            warn_unused(
+                module, f"{name} is 'mlp', but this module has no MLP; use 'none', or a scope of its projections"
+            )
 
 
 def sequences_are_split(module) -> str | None:
@@ -211,6 +217,8 @@ def norm_fields_need_a_norm(module) -> str | None:
     """`layernorm_type` and `zero_centered_gamma` need `enable_layernorm`; else a warning."""
     if not module.enable_layernorm:
         for name, value in _changed(module, "layernorm_type", "zero_centered_gamma"):
+            if name == "layernorm_type" and norm_type(value) == getattr(type(module), name):
+                continue  # in another spelling
             warn_unused(module, f"{name} is {value!r}, but enable_layernorm is False; set it, or leave {name} out")
 
 

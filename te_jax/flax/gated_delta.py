@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Initializer, activation_axes, kernel_initializer, lora_scope, parameter
-from te_jax.flax._field_rules import adapters_are_on, sequences_are_split
+from te_jax.flax._field_rules import adapters_are_on, no_mlp_is_adapted, sequences_are_split
 from te_jax.flax._fields import Module, shared_fields
 from te_jax.flax._mixers import (
     begin_call,
@@ -101,7 +101,7 @@ class GatedDeltaNet(Module):
 
     transpose_batch_sequence = False  # no field: inputs are [b, s, H]
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (_delta_sizes_fit, steps_are_in_order, adapters_are_on, sequences_are_split)
+        rules = (_delta_sizes_fit, steps_are_in_order, adapters_are_on, no_mlp_is_adapted, sequences_are_split)
 
     @nn.compact
     def __call__(

@@ -14,7 +14,7 @@ from te_jax.flax._common import (
     lora_scope,
     parameter,
 )
-from te_jax.flax._field_rules import adapters_are_on, sequences_are_split
+from te_jax.flax._field_rules import adapters_are_on, no_mlp_is_adapted, sequences_are_split
 from te_jax.flax._fields import (
     Module,
     shared_fields,
@@ -109,7 +109,7 @@ class Mamba2(Module):
 
     transpose_batch_sequence = False  # no field: inputs are [b, s, H]
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (_ssm_sizes_fit, steps_are_in_order, adapters_are_on, sequences_are_split)
+        rules = (_ssm_sizes_fit, steps_are_in_order, adapters_are_on, no_mlp_is_adapted, sequences_are_split)
 
     @nn.compact
     def __call__(

@@ -15,6 +15,7 @@ from te_jax.flax._field_rules import (
     adapters_are_on,
     groups_divide_heads,
     logits_have_one_scale,
+    no_mlp_is_adapted,
     qk_norm_fields_fit,
     rotary_fields_fit,
     sequences_are_split,
@@ -164,6 +165,7 @@ class MultiHeadAttention(Module):
             logits_have_one_scale,
             taken_keys_are_finished,
             adapters_are_on,
+            no_mlp_is_adapted,
             sequences_are_split,
         )
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.flax._common import Initializer, activation_axes, kernel_initializer, lora_scope, residual_axes
-from te_jax.flax._field_rules import adapters_are_on, latent_widths_fit, sequences_are_split
+from te_jax.flax._field_rules import adapters_are_on, latent_widths_fit, no_mlp_is_adapted, sequences_are_split
 from te_jax.flax._fields import Module, check_call, shared_fields
 from te_jax.flax._projections import by_heads, project_normed, project_output, spread_over_heads
 from te_jax.flax._rotary import rotate
@@ -103,7 +103,7 @@ class MultiHeadLatentAttention(Module):
     rotary_pos_emb_dim = None  # no field: all rope channels are turned
     rotary_pos_emb_sections = None  # no field: a token has one position
     if not TYPE_CHECKING:  # as `Module` says
-        rules = (latent_widths_fit, adapters_are_on, sequences_are_split)
+        rules = (latent_widths_fit, adapters_are_on, no_mlp_is_adapted, sequences_are_split)
 
     @nn.compact
     def __call__(

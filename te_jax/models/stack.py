@@ -62,9 +62,6 @@ class Block(nn.Module):
             fields["relative_embedding"] = _biases_of(table)
         if mask is None and fields.get("self_attn_mask_type") == "padding":
             fields["self_attn_mask_type"] = "no_mask"  # nobody said what is padding
-        if not fields.get("enable_rotary_pos_emb") and fields.get("kv_lora_rank") is None:
-            for name in ("rotary_pos_emb_windows", "rotary_pos_emb_group_method"):
-                fields.pop(name, None)  # of the model's layers that turn keys
         layer = te_flax.TransformerLayer(**fields)
         of_latents = layer.kv_lora_rank is not None
         turns = layer.latent_rotary if of_latents else layer.enable_rotary_pos_emb or layer.attn_temperature is not None

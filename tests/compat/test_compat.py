@@ -151,7 +151,7 @@ def test_what_functions_refuse():
     with pytest.raises(ValueError, match="kernels has 3 entries"):
         mlp((*kernels, kernels[0]), (None, None))
     named = tuple(create(fp8_recipe=current, checkpoint_name=name) for name in "ab")
-    with pytest.raises(ValueError, match="checkpoint of quantizer_sets is 'a' and 'b'"):
+    with pytest.warns(UserWarning, match="checkpoint_name of quantizer_sets is 'a' and 'b'"):
         mlp(kernels, (None, None), quantizer_sets=named)
 
 

@@ -83,14 +83,16 @@ def test_fused_attention(qkv):
             [call(qkv, described, **types) for described in (lengths, jnp.asarray(padded))],
             call(qkv, softmax=AttnSoftmaxType.LEARNABLE_SOFTMAX, softmax_offset=offset),
             call(qkv, softmax=AttnSoftmaxType.OFF_BY_ONE_SOFTMAX),
+            call(qkv, softmax=AttnSoftmaxType.OFF_BY_ONE_SOFTMAX, softmax_offset=offset),
         )
 
-    of_layouts, of_lengths, sink, one = run(*qkv)
+    of_layouts, of_lengths, sink, one, given = run(*qkv)
     for got in of_layouts:
         np.testing.assert_allclose(got, expected, **CLOSE)
     for got in of_lengths:
         np.testing.assert_allclose(got, attention(q, k, v, padded, 0.3), **CLOSE)
     np.testing.assert_allclose(sink, attention(q, k, v, False, 0.3, offset), **CLOSE)
+    np.testing.assert_array_equal(given, sink)
     np.testing.assert_allclose(one, attention(q, k, v, False, 0.3, np.zeros(1)), **CLOSE)
 
 

@@ -3,12 +3,10 @@
 import warnings
 
 import jax
-import jax.numpy as jnp
 from probes import Probe
-from probes_modules import KEY, MHA, MLP, MOE, TRANSFORMER, B, S, field_probes, made
+from probes_modules import MHA, MLP, MOE, TRANSFORMER, field_probes, made
 
 import te_jax
-from te_jax import models
 
 W = UserWarning
 
@@ -16,18 +14,6 @@ UNUSED = [
     (MLP, dict(low_rank_adaptation_dim=5), W, "dim is 5, but enable_low_rank_adaptation adapts nothing; set it, or"),
     (TRANSFORMER, dict(low_rank_adaptation_alpha=2.0), W, "alpha is 2.0, but low_rank_adaptation_scope adapts nothing"),
     (MHA, dict(low_rank_adaptation_scope="mlp"), W, "low_rank_adaptation_scope is 'mlp', but this module has no MLP"),
-    (
-        TRANSFORMER,
-        dict(rotary_pos_emb_windows=(1, 5e5)),
-        W,
-        "windows is .*, but RoPE is off; set enable",
-    ),
-    (
-        MHA,
-        dict(rotary_pos_emb_group_method="alternate"),
-        W,
-        "method is 'alternate', but RoPE is off; set enable",
-    ),
     (MOE, dict(layernorm_type="rmsnorm"), W, "layernorm_type is 'rmsnorm', but enable_layernorm is False; set it, or"),
 ]
 
@@ -40,15 +26,7 @@ def in_silence(call):
 
 def handed_on():
     """The modules inside get fields of which only some are theirs."""
-    fields = dict(low_rank_adaptation_scope="mlp", low_rank_adaptation_dim=2, rotary_pos_emb_windows=(1, 5e5))
-    return made(TRANSFORMER, fields | dict(enable_rotary_pos_emb=True))
-
-
-def layers_without_positions():
-    """A model whose layers share the fields of RoPE, and of which some turn nothing."""
-    layer = dict(mlp_hidden_size=8, num_attention_heads=1, enable_rotary_pos_emb=True, rotary_pos_emb_windows=(1, 5e5))
-    config = models.ModelConfig(8, 2, 8, layer, pattern=({}, dict(enable_rotary_pos_emb=False)))
-    return jax.eval_shape(models.CausalLM(config).init, KEY, jnp.zeros((B, S), jnp.int32))
+    return made(TRANSFORMER, dict(low_rank_adaptation_scope="mlp", low_rank_adaptation_dim=2))
 
 
 def sequence_parallel(**resource):
@@ -67,5 +45,5 @@ PROBES = [
     ),
     Probe("sequences in parts", lambda: in_silence(lambda: sequence_parallel(tpsp_resource="t"))),
     Probe("fields of modules inside", lambda: in_silence(handed_on)),
-    Probe("fields of a model's layers", lambda: in_silence(layers_without_positions)),
+    Probe("another spelling", lambda: in_silence(lambda: made(MOE, dict(layernorm_type="LayerNorm")))),
 ]

@@ -208,7 +208,7 @@ def fused_attn(
         counts only for the types with padding, and a warning says so. There it is exact, with holes and by head.
     seed: for dropout, which there is only with is_training: a key, an array of them, of which the first counts, or at
         least two words of 32 bits.
-    softmax_offset: [1, h, 1, 1], of AttnSoftmaxType.LEARNABLE_SOFTMAX.
+    softmax_offset: [1, h, 1, 1], of AttnSoftmaxType.LEARNABLE_SOFTMAX, or of OFF_BY_ONE_SOFTMAX instead of 0.
     context_parallel_causal_load_balanced: tokens are in the order of ReorderStrategy.DualChunkSwap, if an axis cuts
         them.
     mask: the name of `sequence_descriptor` in older code.
@@ -222,9 +222,8 @@ def fused_attn(
     )  # fmt: skip
     descriptor, mask = _descriptor_or_mask(sequence_descriptor, mask, attn_mask_type)
     query, last = qkv[0], qkv[-1]
+    softmax_type = _type_with_offset(softmax_type, softmax_offset)
     learnable = softmax_type is AttnSoftmaxType.LEARNABLE_SOFTMAX
-    if softmax_offset is not None and not learnable:
-        warn_once("fused_attn", f"softmax_offset is given, which {softmax_type} ignores; leave it out.")
     module = DotProductAttention(
         parent=None,  # A caller that is a module itself would own it.
         head_dim=query.shape[-1],
@@ -249,6 +248,16 @@ def fused_attn(
         variables, *qkv, *(None,) * (3 - len(qkv)), descriptor, bias, mask=mask, deterministic=not is_training,
         rngs={"dropout": _dropout_key(seed)} if is_training and dropout_probability > 0 and seed is not None else None,
     )  # fmt: skip
+
+
+def _type_with_offset(softmax_type: AttnSoftmaxType, softmax_offset: jax.Array | None) -> AttnSoftmaxType:
+    """The type whose offset is read: the 1 in OFF_BY_ONE_SOFTMAX's denominator is exp of an offset of 0."""
+    if softmax_offset is None or not softmax_offset.size:
+        return softmax_type
+    if softmax_type is AttnSoftmaxType.VANILLA_SOFTMAX:
+        warn_once("fused_attn", f"softmax_offset is given, which {softmax_type} ignores; leave it out.")
+        return softmax_type
+    return AttnSoftmaxType.LEARNABLE_SOFTMAX
 
 
 def _descriptor_or_mask(sequence_descriptor, mask, attn_mask_type: AttnMaskType):

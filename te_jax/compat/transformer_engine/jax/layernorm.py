@@ -12,8 +12,14 @@ __getattr__: GetAttr = absent("transformer_engine.jax.layernorm")
 
 
 def canonicalize_norm_type(x: str) -> str:
-    """A `norm_type` as "layernorm" or "rmsnorm", whatever its case, "-" and "_"."""
-    return _norm_type(x)
+    """A `norm_type` as "layernorm" or "rmsnorm", whatever its case, spaces around it, "-" and "_".
+
+    Raises ValueError for others.
+    """
+    name = _norm_type(x.strip())
+    if name not in ("layernorm", "rmsnorm"):
+        raise ValueError(f'canonicalize_norm_type: x is {x!r}; pass "layernorm" or "rmsnorm".')
+    return name
 
 
 def layernorm(

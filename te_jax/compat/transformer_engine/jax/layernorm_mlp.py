@@ -13,6 +13,7 @@ from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.dense import check_collective
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.core.check import warn_once
 from te_jax.core.policies import with_names
 
 __getattr__: GetAttr = absent("transformer_engine.jax.layernorm_mlp")
@@ -43,20 +44,24 @@ def layernorm_mlp(
     """The MLP of kernels [h, A, F] and [F, o] behind a norm (`te_jax.layers.layernorm_mlp`).
 
     transpose_batch_sequence and dot_1_input_axes are without effect: the norm's output is no array of its own in FP8.
-    The recipe of both quantizer sets must be the same, and so the name of what is kept.
+    The recipe of both quantizer sets must be the same. What both products keep has the first set's `checkpoint_name`.
     """
     del transpose_batch_sequence, dot_1_input_axes
     for each in collective_op_sets:
         check_collective("layernorm_mlp", each)
     for name, given in (("kernels", kernels), ("biases", biases), ("quantizer_sets", quantizer_sets)):
-        if len(given) != 2:
-            raise ValueError(f"layernorm_mlp: {name} has {len(given)} entries; pass one for each of the two products.")
-    first, second = (each._asdict() for each in quantizer_sets)
-    for name in ("recipe", "checkpoint"):
-        if first[name] != second[name]:
+        if len(given or ()) != 2:
             raise ValueError(
-                f"layernorm_mlp: {name} of quantizer_sets is {first[name]!r} and {second[name]!r}; give both one."
+                f"layernorm_mlp: {name} has {len(given or ())} entries; pass one for each of the two products."
             )
+    first, second = (each._asdict() for each in quantizer_sets)
+    if first["recipe"] != second["recipe"]:
+        raise ValueError(
+            f"layernorm_mlp: quantizer_sets have the recipes {first['recipe']} and {second['recipe']}; give both one."
+        )
+    if first["checkpoint"] != second["checkpoint"]:
+        names = f"{first['checkpoint']!r} and {second['checkpoint']!r}"
+        warn_once("layernorm_mlp", f"checkpoint_name of quantizer_sets is {names}; what both keep has the first.")
     metas = (first.pop("metas"), second["metas"])
     y = layers.layernorm_mlp(
         constrain(x, norm_input_axes),

@@ -26,9 +26,15 @@ class RoutingMapFormat(Enum):
     BITMAP_U8 = "bitmap_u8"
 
 
-def _member(cls: type[Enum], given: Enum | str) -> Any:
-    """The member of `cls` that is given, or that a string in any case names."""
-    return cls(given.lower() if isinstance(given, str) else given)
+def _member(name: str, cls: type[Enum], given: Enum | str) -> Any:
+    """The member of `cls` that the argument `name` gives, or names by a string in any case."""
+    try:
+        return cls(given.lower() if isinstance(given, str) else given)
+    except ValueError:
+        known = ", ".join(member.name for member in cls)
+        raise ValueError(
+            f"fused_topk_with_score_function: {name} is {given!r}; pass {cls.__name__}, one of {known}."
+        ) from None
 
 
 def fused_topk_with_score_function(
@@ -56,11 +62,11 @@ def fused_topk_with_score_function(
             f"{where}: compute_aux_scores is True, which te_jax has not; give the logits to "
             "te_jax.ops.router.load_balancing_loss."
         )
-    if _member(RoutingMapFormat, routing_map_format) is not RoutingMapFormat.BYTEMAP:
+    if _member("routing_map_format", RoutingMapFormat, routing_map_format) is not RoutingMapFormat.BYTEMAP:
         raise ValueError(f"{where}: routing_map_format is {routing_map_format!r}; te_jax has only BYTEMAP.")
     options = RouterOptions(
         topk=topk,
-        score_function=_member(ScoreFunction, score_function).value,
+        score_function=_member("score_function", ScoreFunction, score_function).value,
         use_pre_softmax=use_pre_softmax,
         scaling_factor=scaling_factor,
         num_groups=max(1, num_groups),
