@@ -81,7 +81,7 @@ class Layer(Model):
     dropout = property(lambda self: self.hidden_dropout or self.attention_dropout)
 
     def te(self, modules=te_flax) -> nn.Module:
-        own = {} if self.cut != "cp" else dict(context_parallel_causal_load_balanced=True)
+        own = dict(context_parallel_causal_load_balanced=True) if self.cut == "cp" else {}  # no field of the incumbent
         return modules.TransformerLayer(
             hidden_size=self.hidden,
             mlp_hidden_size=self.ffn,

@@ -43,6 +43,7 @@ from te_jax.layers.loss.head import IGNORE_INDEX
 from te_jax.ops.attention.options import BIAS_TYPE, DESCRIPTOR, MASK_ARRAY, MASK_TYPE, SOFTCAP, SOFTMAX_TYPE, WINDOW
 from te_jax.ops.experts.router import SCORE_FUNCTIONS
 from te_jax.ops.quantize.activation import ACTIVATIONS, PARAMS
+from te_jax.ops.quantize.norm import KINDS
 from te_jax.ops.rope import METHOD, WINDOWS, PositionSections, Scaling
 from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
@@ -166,7 +167,7 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | BOOL, "normalize_weights"),  # None: as the score function's papers do
     **_each(NONE | BOOL, "transpose_batch_sequence"),  # None: False, as older code spells it
     # names
-    **_each(one_of("layernorm", "rmsnorm", normalize=norm_type), "layernorm_type"),
+    **_each(one_of(*KINDS, normalize=norm_type), "layernorm_type"),
     **_each(NONE | one_of("rmsnorm", "layernorm", "l2normalization", normalize=norm_type), "qk_norm_type"),
     **_each(MASK_TYPE, "attn_mask_type self_attn_mask_type"),
     **_each(BIAS_TYPE, "attn_bias_type self_attn_bias_type"),

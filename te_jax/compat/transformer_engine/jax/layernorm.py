@@ -7,6 +7,7 @@ import jax
 from te_jax import layers
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.flax._fields import norm_type as _norm_type
+from te_jax.ops.quantize.norm import KINDS
 
 __getattr__: GetAttr = absent("transformer_engine.jax.layernorm")
 
@@ -17,7 +18,7 @@ def canonicalize_norm_type(x: str) -> str:
     Raises ValueError for others.
     """
     name = _norm_type(x.strip())
-    if name not in ("layernorm", "rmsnorm"):
+    if name not in KINDS:
         raise ValueError(f'canonicalize_norm_type: x is {x!r}; pass "layernorm" or "rmsnorm".')
     return name
 

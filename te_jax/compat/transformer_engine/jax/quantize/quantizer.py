@@ -131,15 +131,14 @@ class QuantizerFactory:
         mode next to a recipe, and for a quantize_meta_set.
         """
         del is_2x2x, n_groups
-        where = "QuantizerFactory.create_set"
         if quantize_meta_set is not None:
             raise ValueError(
-                f"{where}: quantize_meta_set is given, but FP8 state of te_jax lies in a QuantizerSet's `metas`; "
-                "leave it out, and keep state by TransformerEngineBase.generate_quantizer_set."
+                "QuantizerFactory: quantize_meta_set is given, but FP8 state of te_jax lies in a QuantizerSet's "
+                "`metas`; leave it out, and keep state by TransformerEngineBase.generate_quantizer_set."
             )
         if fp8_recipe is not None and scaling_mode is not None:
             raise ValueError(
-                f"{where}: scaling_mode is {scaling_mode}, but fp8_recipe is given too; leave one of them out."
+                f"QuantizerFactory: scaling_mode is {scaling_mode}, but fp8_recipe is given too; leave one of them out."
             )
         recipe = fp8_recipe
         if recipe is None and scaling_mode is None:
