@@ -307,16 +307,7 @@ struct OfChannels {
   __device__ __forceinline__ void WritePairs() {
     for (int i = threadIdx.x; i < kChunk * kChunk / 8; i += kThreads) {
       const int to = i / (kChunk / 8), from = i % (kChunk / 8) * 8;
-      uint32_t words[4] = {};
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        const int at = from + j;
-        const bool is_seen = at <= to && s.runs.AreOne(at, to);
-        const float each = is_seen ? s.system.of[to * kPitch + at] : 0.f;
-        words[j / 2] |= ssm::Pack(0.f, each) >> (j % 2 ? 0 : 16);
-      }
-      *reinterpret_cast<uint4*>(out.tiles.inverse.At(to, from)) =
-          make_uint4(words[0], words[1], words[2], words[3]);
+      *reinterpret_cast<uint4*>(out.tiles.inverse.At(to, from)) = LoadInverse(s.system.of, s.runs, to, from);
       *reinterpret_cast<uint4*>(out.tiles.seen.At(to, from)) =
           *reinterpret_cast<const uint4*>(s.system.seen.At(to, from));
     }
@@ -335,7 +326,7 @@ struct OfChannels {
     __syncthreads();  // none reads the tokens any more
     Put(keys, queries);
     __syncwarp();
-    InvertBlock(s.system.of);
+    InvertBlock<kRuns>(s.system.of);
     __syncthreads();
     Merge<16>(s.system.of);
     Merge<32>(s.system.of);

@@ -18,6 +18,8 @@ constexpr int kSlab = kWarps * kBand;  // channels of values that a CTA has
 template <int kColumns>
 using Tokens = ssm::Tile<kChunk, kColumns, ssm::Boxes<kChunk, kColumns>>;
 
+__device__ __forceinline__ float2 LoadTwo(const float* p) { return *reinterpret_cast<const float2*>(p); }
+
 // The weights of a chunk's tokens, of one head of values. With S the state before the chunk, the tokens write
 // W = inverse (betas (v - keys k S)) and read y = queries q S + seen W, and behind them the state is keeps S
 // + k' (left W). Where keys, queries or keeps are 0, the state is not read, of whatever it is.
@@ -37,7 +39,7 @@ struct Pairs {
   float of_keys[kChunk], of_queries[kChunk];  // 1 over their lengths, or 1
 };
 struct Chunk {
-  alignas(16) Bf16 inverse[kChunk * kChunk], seen[kChunk * kChunk];  // 0 of later tokens and of other runs
+  Tokens<kChunk> inverse, seen;  // 0 of later tokens and of other runs
   Weights weights;
   Pairs pairs;
 };

@@ -55,7 +55,7 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
   bool is_hopper = false;
 #ifdef TE_HAS_90A
   TE_TRY(IsHopper(&is_hopper));
-  if (is_hopper) TE_TRY(RunGradWalksOnHopper(stream, a));
+  if (is_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
 #endif
   if (!is_hopper) TE_TRY(RunGradWalks(stream, a));
   return a.of.s > 0 ? RunGradients(stream, a, call.rows, is_hopper) : Status{};

@@ -29,10 +29,10 @@ struct GradArgs {
   }
 };
 
-// The walks of a slab, with a gate for each head or channel; on Hopper they start before the kernel ahead is
-// over.
+// The walks of a slab, with a gate for each head or channel; on Hopper, with the `rows` of all slabs, they
+// start before the kernel ahead is over.
 Status RunGradWalks(cudaStream_t stream, const GradArgs& a);
-Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a);
+Status RunGradWalksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows);
 
 // All chunks of a slab behind its walks; on Hopper with the `rows` of all slabs. Where channels have gates:
 // `early` if it starts before the walks are over.

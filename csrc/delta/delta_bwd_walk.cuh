@@ -6,8 +6,9 @@
 
 namespace te::delta {
 
-// Forward over kKept tokens, or, kBack, over the slab's from the last to the first.
-template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups>
+// Forward over kKept tokens, or, kBack, over the slab's from the last to the first. kWrites: its threads write
+// the states of chunks.
+template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups, bool kWrites>
 struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   using Base = GradSteps<kD, kStages, Products, kBack, Gate, kGroups>;
   using Base::a, Base::row, Base::head, Base::first;
@@ -16,20 +17,22 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   const float* from;  // [.., h, d, e], or nullptr: zeros. The state that it begins with is there at `index`.
   const int64_t index;
 
-  __device__ __forceinline__ int Chunk(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
+  static constexpr bool kLeavesStates = !kWrites;
 
   __device__ __forceinline__ int Count() const { return chunks; }
-  __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(Chunk(i), i % kStages); }
+  __device__ __forceinline__ int ChunkOf(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
+  __device__ __forceinline__ ChunkPart Part() const { return of.part; }
+  __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(ChunkOf(i), i % kStages); }
   __device__ __forceinline__ Bf16* To(int i) const {
-    return (kBack ? of.gradients_written : of.written) + of.Written(row, Chunk(i), head, first);
+    return (kBack ? of.gradients_written : of.written) + of.Written(row, ChunkOf(i), head, first);
   }
-  __device__ __forceinline__ int Rows(int i) const { return a.s - Chunk(i) * kChunk; }
+  __device__ __forceinline__ int Rows(int i) const { return a.s - ChunkOf(i) * kChunk; }
   __device__ __forceinline__ void Begin() { Base::Load(from, index); }
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
     const auto keep = [&] {
       fetch();
-      Base::Keep((kBack ? of.gradients : of.states) + of.State(row, Chunk(i), head));
+      if constexpr (kWrites) Base::Keep((kBack ? of.gradients : of.states) + of.State(row, ChunkOf(i), head));
     };
     if constexpr (kBack)
       Base::StepBack(i % kStages, keep, write);
@@ -42,7 +45,7 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
 };
 
 // blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward. run: gets the walk.
-template <int kD, int kStages, typename Products, typename Gate, int kGroups, typename Run>
+template <int kD, int kStages, typename Products, typename Gate, int kGroups, bool kWrites, typename Run>
 __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kStages, Gate, kGroups>& shared,
                                             int group, Run&& run) {
   const ChunkPart& part = a.part;
@@ -50,7 +53,7 @@ __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kS
   const int there = part.There(a.of.s);
   if (int(blockIdx.z) < part.rows) {
     const int row = part.first_row + blockIdx.z;
-    run(GradWalk<kD, kStages, Products, true, Gate, kGroups>{
+    run(GradWalk<kD, kStages, Products, true, Gate, kGroups, kWrites>{
         {a.back, shared, row, head, first, group, {}, {}}, a, part.first_chunk, there, a.after, row});
     return;
   }
@@ -60,7 +63,7 @@ __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kS
   if (begins >= there) return;
   const int64_t at = int64_t(row) * ((a.of.s + kKept - 1) / kKept) + chunk / kChunks;
   const int chunks = min(kChunks, there - begins);
-  run(GradWalk<kD, kStages, Products, false, Gate, kGroups>{
+  run(GradWalk<kD, kStages, Products, false, Gate, kGroups, kWrites>{
       {a.again, shared, row, head, first, group, {}, {}}, a, chunk, chunks, a.kept, at});
 }
 

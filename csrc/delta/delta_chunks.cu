@@ -48,16 +48,10 @@ struct Chunks {
     s.runs.Set(a, row, first, threadIdx.x, kThreads);
   }
 
-  // Each thread has a query or a key.
-  __device__ __forceinline__ void Lengths() {
-    const int token = threadIdx.x % kChunk;
-    const bool of_key = threadIdx.x >= kChunk;
-    ssm::Tile<kChunk, kD>& tile = of_key ? s.k : s.q;
-    (of_key ? s.of_keys : s.of_queries)[token] = a.normalize ? InverseLength(tile, token) : 1.f;
-  }
-
-  // The products of keys, and of queries and keys, [16, 64]: of a band with itself and those before it.
+  // The products of keys, and of queries and keys, [16, 64]: of a band with itself and those before it; and
+  // the lengths of the band's tokens, which follow from their products with themselves.
   __device__ __forceinline__ void Multiply(float (&keys)[kChunk / 8][4], float (&queries)[kChunk / 8][4]) {
+    float own[2][4] = {}, own_keys[2][4] = {};
 #pragma unroll 2
     for (int d = 0; d < kD; d += 16) {
       uint32_t of_key[4], of_query[4], b[4];
@@ -66,12 +60,32 @@ struct Chunks {
       for (int i = 0; i < kChunk / 16; ++i) {
         if (16 * i > Band()) continue;
         s.k.TransposedB(b, 16 * i, d);
-#pragma unroll
-        for (int j = 0; j < 2; ++j) {
-          MultiplyAdd<false>(keys[2 * i + j], of_key, b[2 * j], b[2 * j + 1]);
-          MultiplyAdd<false>(queries[2 * i + j], of_query, b[2 * j], b[2 * j + 1]);
-        }
+        Multiply2(keys + 2 * i, of_key, b), Multiply2(queries + 2 * i, of_query, b);
       }
+      // Eight tokens of the band, transposed, are two words of it as a left factor.
+#pragma unroll
+      for (int j = 0; j < 2; ++j) MultiplyAdd<false>(own[j], of_query, of_query[j], of_query[j + 2]);
+    }
+#pragma unroll
+    for (int i = 0; i < kChunk / 8; ++i)
+#pragma unroll
+      for (int j = 0; j < 4; ++j)
+        if (16 * (i / 2) == Band()) own_keys[i % 2][j] = keys[i][j];
+    PutLengths(s.of_keys, own_keys), PutLengths(s.of_queries, own);
+  }
+  __device__ __forceinline__ static void Multiply2(float (*d)[4], const uint32_t (&a)[4],
+                                                   const uint32_t (&b)[4]) {
+    MultiplyAdd<false>(d[0], a, b[0], b[1]);
+    MultiplyAdd<false>(d[1], a, b[2], b[3]);
+  }
+  // 1 over the lengths of the band's tokens, of whose products with each other eight columns each are given.
+  __device__ __forceinline__ void PutLengths(float (&lengths)[kChunk], const float (&products)[2][4]) const {
+    const int row = ssm::RowOf(0), column = ssm::ColumnOf(0);
+    if (row / 2 * 2 != column) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float square = row > column ? products[half][2 * half + 1] : products[half][2 * half];
+      lengths[Band() + row + 8 * half] = a.normalize ? InverseLength(square) : 1.f;
     }
   }
 
@@ -101,28 +115,40 @@ struct Chunks {
     *reinterpret_cast<float2*>(out.beta + 2 * Lane()) = make_float2(betas[0], betas[1]);
   }
 
-  // The system below its diagonal, and how much is seen, of the warp's band.
+  // The system, which counts below its diagonal, and how much is seen, of the warp's band.
   __device__ __forceinline__ void Put(const Decays& of, const float (&keys)[kChunk / 8][4],
                                       const float (&queries)[kChunk / 8][4]) {
+    const int row = ssm::RowOf(0), column = ssm::ColumnOf(0);
+    const uint32_t triangle = (column <= row ? 0xffffu : 0u) | (column < row ? 0xffff0000u : 0u);
+    float sums[2], of_keys[2], of_queries[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int to = Band() + ssm::RowOf(2 * half);
-      const float of_key = of.beta[to] * s.of_keys[to], of_query = a.scale * s.of_queries[to];
-      const float sum = of.sums[to];
+      const int to = Band() + row + 8 * half;
+      sums[half] = of.sums[to], of_keys[half] = of.beta[to] * s.of_keys[to];
+      of_queries[half] = a.scale * s.of_queries[to];
+    }
 #pragma unroll
-      for (int i = 0; i < kChunk / 8; ++i) {
-        if (8 * i >= Band() + ssm::kBand) continue;
-        const int from = 8 * i + ssm::ColumnOf(0);
+    for (int i = 0; i < kChunk / 8; ++i) {
+      const int from = 8 * i + column;
+      if (16 * (i / 2) > Band()) break;
+      const bool is_diagonal = 16 * (i / 2) == Band();
+      const float2 sums_from = LoadTwo(of.sums + from), lengths = LoadTwo(s.of_keys + from);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int to = Band() + row + 8 * half;
+        const float weights[2] = {Exp2(sums[half] - sums_from.x) * lengths.x,
+                                  Exp2(sums[half] - sums_from.y) * lengths.y};
         float below[2], seen[2];
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
-          const float weight = Exp2(sum - of.sums[from + j]) * s.of_keys[from + j];
-          const bool is_seen = from + j <= to && s.runs.AreOne(from + j, to);
-          below[j] = is_seen && from + j < to ? keys[i][2 * half + j] * weight * of_key : 0.f;
-          seen[j] = is_seen ? queries[i][2 * half + j] * weight * of_query : 0.f;
+          const bool is_one = s.runs.AreOne(from + j, to);
+          below[j] = is_one ? keys[i][2 * half + j] * weights[j] * of_keys[half] : 0.f;
+          seen[j] = is_one ? queries[i][2 * half + j] * weights[j] * of_queries[half] : 0.f;
         }
+        uint32_t word = ssm::Pack(seen[0], seen[1]);
+        if (is_diagonal) word &= i % 2 < half ? ~0u : i % 2 > half ? 0u : triangle;
         *reinterpret_cast<float2*>(s.system + to * kPitch + from) = make_float2(below[0], below[1]);
-        *reinterpret_cast<uint32_t*>(s.seen.At(to, from)) = ssm::Pack(seen[0], seen[1]);
+        *reinterpret_cast<uint32_t*>(s.seen.At(to, from)) = word;
       }
     }
   }
@@ -130,25 +156,10 @@ struct Chunks {
   __device__ __forceinline__ void Write(const Decays& of, Chunk& out) {
     for (int i = threadIdx.x; i < kChunk * kChunk / 8; i += kThreads) {
       const int to = i / (kChunk / 8), from = i % (kChunk / 8) * 8;
-      uint4 inverse{}, seen{};
-      if (from <= to) {
-        uint32_t words[4];
-#pragma unroll
-        for (int j = 0; j < 8; j += 2) {
-          float two[2];
-#pragma unroll
-          for (int n = 0; n < 2; ++n) {
-            const int at = from + j + n;
-            const bool is_seen = at <= to && s.runs.AreOne(at, to);
-            two[n] = is_seen ? s.system[to * kPitch + at] : 0.f;
-          }
-          words[j / 2] = ssm::Pack(two[0], two[1]);
-        }
-        inverse = make_uint4(words[0], words[1], words[2], words[3]);
-        seen = *reinterpret_cast<const uint4*>(s.seen.At(to, from));
-      }
-      *reinterpret_cast<uint4*>(out.inverse + to * kChunk + from) = inverse;
-      *reinterpret_cast<uint4*>(out.seen + to * kChunk + from) = seen;
+      const uint4 inverse = LoadInverse(s.system, s.runs, to, from);
+      const uint4 seen = from <= to ? *reinterpret_cast<const uint4*>(s.seen.At(to, from)) : uint4{};
+      *reinterpret_cast<uint4*>(out.inverse.At(to, from)) = inverse;
+      *reinterpret_cast<uint4*>(out.seen.At(to, from)) = seen;
     }
     if (threadIdx.x >= kChunk) return;
     const int token = threadIdx.x;
@@ -177,14 +188,13 @@ struct Chunks {
         __syncthreads();
       }
       if (i == 0) {
-        Lengths();
         Multiply(keys, queries);
         __syncthreads();  // none reads q or k any more
       }
       const Decays& decays = s.decays[i % kWarps];
       Put(decays, keys, queries);
       __syncwarp();
-      InvertBlock(s.system);
+      InvertBlock<kRuns>(s.system);
       __syncthreads();
       Merge<16>(s.system);
       Merge<32>(s.system);

@@ -2,27 +2,38 @@
 #include "base/device.h"
 #include "base/launch.h"
 #include "delta/delta_hopper.cuh"
+#include "delta/maps.h"
 
 namespace te::delta {
 namespace {
 
 template <int kD, typename Gate, int kGroups>
-Status Run(cudaStream_t stream, const WalkArgs& a, const dim3& grid) {
+Status Run(cudaStream_t stream, const HopperWalkArgs& given, const dim3& grid) {
   const auto kernel = te_gated_delta_fwd_hopper<kD, Gate, kGroups>;
   constexpr size_t kBytes = sizeof(HopperShared<kD, Gate, kGroups>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
   const dim3 groups(grid.x, unsigned(CeilDiv(grid.y, kGroups)), grid.z);
-  return LaunchBehind(stream, true, kernel, groups, kWalkThreads<kGroups>, kBytes, a);
+  return LaunchBehind(stream, true, kernel, groups, kWalkThreads<kGroups>, kBytes, given);
 }
 
 template <typename Gate>
-Status RunGate(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
+Status RunGate(cudaStream_t stream, const HopperWalkArgs& given, int64_t rows) {
+  const WalkArgs& a = given.a;
   const dim3 grid(a.h, unsigned(CeilDiv(a.e, kSlab)), unsigned(rows));
-  if (a.d <= 64) return Run<64, Gate, 1>(stream, a, grid);
+  if (a.d <= 64) return Run<64, Gate, 1>(stream, given, grid);
   bool wide = false;
   TE_TRY(IsWide(a, rows, 1, &wide));
-  return (wide ? Run<128, Gate, 2> : Run<128, Gate, 1>)(stream, a, grid);
+  return (wide ? Run<128, Gate, 2> : Run<128, Gate, 1>)(stream, given, grid);
+}
+
+Status MakeMaps(const WalkArgs& a, int64_t rows, HopperWalkArgs* out) {
+  constexpr const char* kOp = "te_gated_delta_fwd";
+  out->a = a;
+  TE_TRY(MapOfTokens(kOp, &out->q, a.q, KeysOf(a, rows)));
+  TE_TRY(MapOfTokens(kOp, &out->k, a.k, KeysOf(a, rows)));
+  TE_TRY(MapOfTokens(kOp, &out->v, a.v, ValuesOf(a, rows)));
+  return MapOfTokens(kOp, &out->y, a.y, ValuesOf(a, rows));
 }
 
 }  // namespace
@@ -35,7 +46,9 @@ Status IsWide(const WalkArgs& a, int64_t rows, int walks, bool* wide) {
 }
 
 Status RunHopper(cudaStream_t stream, const WalkArgs& a, int64_t rows) {
-  return a.of_channels ? RunGate<OfChannel>(stream, a, rows) : RunGate<OfHead>(stream, a, rows);
+  HopperWalkArgs given{};
+  TE_TRY(MakeMaps(a, rows, &given));
+  return a.of_channels ? RunGate<OfChannel>(stream, given, rows) : RunGate<OfHead>(stream, given, rows);
 }
 
 }  // namespace te::delta

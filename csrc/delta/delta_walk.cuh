@@ -127,7 +127,6 @@ struct WarpProducts {
   }
 };
 
-__device__ __forceinline__ float2 LoadTwo(const float* p) { return *reinterpret_cast<const float2*>(p); }
 // weight times x; 0, of any x, where the weight is.
 __device__ __forceinline__ float Weighed(float weight, float x) { return weight == 0 ? 0.f : weight * x; }
 
@@ -198,7 +197,8 @@ struct Walk {
   float state[kD / 2];           // [16, kD] of the warp
   uint32_t y[kChunk / 4];        // [16, 64], of the last chunk
 
-  static constexpr int kRing = kStages, kWalking = kGroups * kThreads;
+  static constexpr int kRing = kStages, kWalking = kGroups * kThreads, kKeys = kD, kSlabs = kGroups;
+  static constexpr bool kLooks = kReads, kByChannel = Gate::kByChannel, kLeavesStates = false;
 
   __device__ __forceinline__ static int Band() { return kBand * (WarpIndex() % kWarps); }
   __device__ __forceinline__ static void Meet() { Products::template Meet<kWalking>(); }
@@ -207,33 +207,26 @@ struct Walk {
     return ((row * a.s + int64_t(chunk) * kChunk) * a.h + head) * a.e + first;
   }
 
-  // The chunk of the row. kThreads threads call it, those of the first group where there are several.
+  // The chunk of the row, where all that walk, kThreads threads, fetch it.
   __device__ __forceinline__ void Fetch(int chunk, int to) {
     auto& stage = s.stages[to];
     const int rows = a.s - chunk * kChunk;
     if constexpr (Gate::kByChannel) {
       const auto& of = static_cast<const ChannelChunk<kD>*>(a.of_channels)[a.part.At(row, chunk, head, a.h)];
       FetchPieces<(kReads ? sizeof(of.tiles) : offsetof(ChannelTiles<kD>, q)) / 16>(&stage, &of.tiles);
-      FetchValues(stage, chunk, rows);
+      stage.v[0].template Fetch<kThreads>(a.v + Values(chunk), int64_t(a.h) * a.e, rows, a.e - first);
       FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
     } else {
       const Chunk& of = a.chunks[a.part.At(row, chunk, head, a.h)];
       const int64_t stride = int64_t(a.g) * a.d, of_key = head / (a.h / a.g);
       const int64_t at = (row * a.s + int64_t(chunk) * kChunk) * stride + of_key * a.d;
       stage.k.template Fetch<kThreads>(a.k + at, stride, rows, a.d);
-      FetchValues(stage, chunk, rows);
-      stage.inverse.template Fetch<kThreads>(of.inverse, kChunk, kChunk, kChunk);
+      stage.v[0].template Fetch<kThreads>(a.v + Values(chunk), int64_t(a.h) * a.e, rows, a.e - first);
+      FetchPieces<sizeof(of.inverse) / 16>(&stage.inverse, &of.inverse);
       if (kReads) stage.q.template Fetch<kThreads>(a.q + at, stride, rows, a.d);
-      if (kReads) stage.seen.template Fetch<kThreads>(of.seen, kChunk, kChunk, kChunk);
+      if (kReads) FetchPieces<sizeof(of.seen) / 16>(&stage.seen, &of.seen);
       FetchPieces<sizeof(of.weights) / 16>(&s.weights[to], &of.weights);
     }
-  }
-  template <typename Stage>
-  __device__ __forceinline__ void FetchValues(Stage& stage, int chunk, int rows) {
-#pragma unroll
-    for (int i = 0; i < kGroups; ++i)
-      stage.v[i].template Fetch<kThreads>(a.v + Values(chunk) + i * kSlab, int64_t(a.h) * a.e, rows,
-                                          a.e - first - i * kSlab);
   }
   // kCount pieces of 16 bytes, as they lie.
   template <int kCount>
@@ -351,19 +344,7 @@ struct Walk {
             *reinterpret_cast<const uint4*>(tile.At(token, column));
   }
 
-  // The same by two: those that walk put it there, and kThreads threads send the tiles of all groups.
   __device__ __forceinline__ void PutY() { Products::Put(s.y[group], y, Band()); }
-  __device__ __forceinline__ void Send(Bf16* to, int rows) {
-    constexpr int kPieces = kSlab / 8;
-#pragma unroll
-    for (int i = 0; i < kGroups * kChunk * kPieces; i += kThreads) {
-      const int at = i + int(threadIdx.x), token = at / kPieces % kChunk, of = at / (kPieces * kChunk);
-      const int column = at % kPieces * 8, value = of * kSlab + column;
-      if (token < rows && first + value < a.e)
-        *reinterpret_cast<uint4*>(to + int64_t(token) * a.h * a.e + value) =
-            *reinterpret_cast<const uint4*>(s.y[of].At(token, column));
-    }
-  }
 
   // Products are queued so that the tensor cores have the next while threads weigh what the last one made.
   // `fetch` and `write`: what else is to be done meanwhile, for the chunks ahead and with y.
@@ -431,6 +412,9 @@ struct Walk {
 
   // The steps of a walk, in its order, as `WalkAlong` and the walks on Hopper call them.
   __device__ __forceinline__ int Count() const { return Chunks(); }
+  __device__ __forceinline__ int ChunkOf(int i) const { return i; }
+  // Of the array that y goes to: where it begins.
+  __device__ __forceinline__ ChunkPart Part() const { return {}; }
   __device__ __forceinline__ void FetchNext(int i) { Fetch(i, i % kStages); }
   __device__ __forceinline__ Bf16* To(int i) const { return a.y + Values(i); }
   __device__ __forceinline__ int Rows(int i) const { return a.s - i * kChunk; }

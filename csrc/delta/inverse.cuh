@@ -13,7 +13,9 @@ constexpr float kLeast = -160;
 
 constexpr float kLengthEpsilon = 1e-6f;  // added to a length's square
 
-// 1 over the length of a token, a row of the tile.
+// 1 over a length, by its square.
+__device__ __forceinline__ float InverseLength(float square) { return rsqrtf(square + kLengthEpsilon); }
+// The same of a token, a row of the tile.
 template <int kD, typename Layout>
 __device__ __forceinline__ float InverseLength(ssm::Tile<kChunk, kD, Layout>& tile, int token) {
   float sum = 0;
@@ -25,7 +27,7 @@ __device__ __forceinline__ float InverseLength(ssm::Tile<kChunk, kD, Layout>& ti
       sum += two.x * two.x + two.y * two.y;
     }
   }
-  return rsqrtf(sum + kLengthEpsilon);
+  return InverseLength(sum);
 }
 
 // Two neighbours, each as the sum of two numbers of bf16, which has 16 bits of it.
@@ -54,7 +56,9 @@ __device__ __forceinline__ void MultiplyHalves(float (&d)[4], const LeftHalves& 
 }
 
 // The inverse of 1 + system, of the warp's block [16, 16] on the diagonal: a lane has a column, and
-// substitutes. It is 0 above the diagonal, as is the block right of it in a square of two.
+// substitutes. It is 0 above the diagonal, as is the block right of it in a square of two. What the system
+// has on its diagonal and above is not read.
+template <bool kRuns>
 __device__ __forceinline__ void InvertBlock(float* system) {
   const int band = kBand * WarpIndex();
   float* const block = system + band * kPitch + band;
@@ -68,7 +72,9 @@ __device__ __forceinline__ void InvertBlock(float* system) {
     for (int i = j + 1; i < 16; ++i) {
       const float4 four = *reinterpret_cast<const float4*>(block + i * kPitch + j);
       // Left of the column x is 0, but what is not finite there, of a run before, would not be after.
-      const auto less = [&](float factor, int k) { x[i] -= k < column ? 0.f : factor * x[k]; };
+      const auto less = [&](float factor, int k) {
+        x[i] = fmaf(kRuns && k < column ? 0.f : -factor, x[k], x[i]);
+      };
       less(four.x, j);
       if (j + 1 < i) less(four.y, j + 1);
       if (j + 2 < i) less(four.z, j + 2);
@@ -132,6 +138,21 @@ __device__ __forceinline__ void Merge(float* system) {
     for (int i = 0; i < 4; ++i)
       below[(first + 8 * t + two + i % 2) * kPitch + column + i / 2 * 8] = -out[t][i];
   __syncthreads();
+}
+
+// Eight neighbours of a row of the inverse, rounded: 0 right of the diagonal and of tokens of other runs.
+template <typename Runs>
+__device__ __forceinline__ uint4 LoadInverse(const float* inverse, const Runs& runs, int row, int column) {
+  if (column > row) return {};
+  uint32_t words[4];
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    const float4 four = *reinterpret_cast<const float4*>(inverse + row * kPitch + column + i);
+    const auto of = [&](int j, float x) { return runs.AreOne(column + i + j, row) ? x : 0.f; };
+    words[i / 2] = ssm::Pack(of(0, four.x), of(1, four.y));
+    words[i / 2 + 1] = ssm::Pack(of(2, four.z), of(3, four.w));
+  }
+  return make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 }  // namespace te::delta

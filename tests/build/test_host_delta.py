@@ -47,7 +47,7 @@ class Chunk(NamedTuple):
 
     def bytes(self):
         weights = *self[2:6], [self.keeps]
-        parts = [a.astype(bf16) for a in self[:2]] + [np.asarray(a, f32) for a in weights]
+        parts = [in_boxes(a, CHUNK) for a in self[:2]] + [np.asarray(a, f32) for a in weights]
         return b"".join(
             a.tobytes() for a in (*parts, np.array(self.counts, np.int32), *(np.asarray(a, f32) for a in self.pairs))
         )

@@ -4,7 +4,7 @@
 #include "cluster.h"
 //
 #include "delta/delta_bwd_chunks_hopper.cuh"
-#include "delta/delta_bwd_hopper.cuh"
+#include "delta_maps.h"
 
 namespace {
 
@@ -16,25 +16,19 @@ struct Sizes {
 };
 
 HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
-  const int there = std::min(n.slab_tokens, n.s - a.part.first_chunk * kChunk);
-  const int chunks = a.part.rows * a.part.chunks;
-  const auto keys = [&](const Bf16* data, int box) { return MapOf(data, {n.d, n.g, n.s, n.rows}, 2, box); };
-  const auto of_slab = [&](const Bf16* data) {
-    return MapOf(data, {n.e, n.h, n.slab_tokens, a.part.rows}, 2, kChunk, there);
-  };
-  const auto states = [&](const Bf16* data) { return MapOf(data, {n.d, n.e, n.h, chunks}, 1, kSlab); };
+  const WalkArgs& of = a.again;
   return {a,
           n.parts,
           n.h / n.g / n.parts,
-          keys(a.again.q, kChunk),
-          keys(a.again.k, kChunk),
-          MapOf(a.back.v, {n.e, n.h, n.s, n.rows}, 2, kChunk),
-          of_slab(a.written),
-          of_slab(a.gradients_written),
-          states(a.states),
-          states(a.gradients),
-          keys(a.dq, kBand),
-          keys(a.dk, kBand)};
+          MapOfKeys(of.q, of, n.rows),
+          MapOfKeys(of.k, of, n.rows),
+          MapOfValues(a.back.v, of, n.rows),
+          MapOfWritten(a.written, a),
+          MapOfWritten(a.gradients_written, a),
+          MapOfStates(a.states, a, kSlab),
+          MapOfStates(a.gradients, a, kSlab),
+          MapOfKeys(a.dq, of, n.rows, kBand),
+          MapOfKeys(a.dk, of, n.rows, kBand)};
 }
 
 // The slab's chunks out of those of all rows.
@@ -49,8 +43,9 @@ Chunk* OfSlab(const Chunk* all, const ChunkPart& part, const Sizes& n) {
 
 template <int kD, bool kRuns>
 void Run(const GradArgs& a, const Sizes& n) {
+  const HopperGradWalkArgs walks = WalksWithMaps(a, n.rows);
   cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD>),
-                  [&] { te_gated_delta_bwd_walk_hopper<kD, OfHead, 1>(a); });
+                  [&] { te_gated_delta_bwd_walk_hopper<kD, OfHead, 1>(walks); });
   const HopperGradArgs given = WithMaps(a, n);
   cluster::Launch(dim3(n.g * n.parts, a.part.There(n.s), a.part.rows), n.parts, ssm::kHopperThreads,
                   sizeof(HopperGradShared<kD, kRuns>),

@@ -4,7 +4,7 @@
 // and the gradient to the initial state.
 #include "cluster.h"
 //
-#include "delta/delta_bwd_hopper.cuh"
+#include "delta_maps.h"
 
 namespace {
 
@@ -13,8 +13,9 @@ using namespace te::delta;
 template <int kD, typename Gate, int kGroups>
 void Run(const GradArgs& a) {
   const size_t bytes = sizeof(HopperShared<kD, Gate, kGroups>);
+  const HopperGradWalkArgs given = WalksWithMaps(a, a.part.rows);
   cluster::Launch(GradWalkGrid(a, kGroups), 1, kWalkThreads<kGroups>, bytes,
-                  [&] { te_gated_delta_bwd_walk_hopper<kD, Gate, kGroups>(a); });
+                  [&] { te_gated_delta_bwd_walk_hopper<kD, Gate, kGroups>(given); });
 }
 
 template <typename Gate>

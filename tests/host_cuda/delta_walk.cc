@@ -2,7 +2,7 @@
 // input its numbers and arrays, to the standard output y, the last states, and those that are kept.
 #include "cluster.h"
 //
-#include "delta/delta_hopper.cuh"
+#include "delta_maps.h"
 
 namespace {
 
@@ -12,8 +12,10 @@ template <int kD, typename Gate, int kGroups>
 void Run(const WalkArgs& a, int rows) {
   const unsigned heads = a.h, slabs = (a.e + kGroups * kSlab - 1) / (kGroups * kSlab);
   const size_t bytes = sizeof(HopperShared<kD, Gate, kGroups>);
+  const HopperWalkArgs given{a, MapOfKeys(a.q, a, rows), MapOfKeys(a.k, a, rows), MapOfValues(a.v, a, rows),
+                             MapOfValues(a.y, a, rows)};
   cluster::Launch({heads, slabs, unsigned(rows)}, 1, kWalkThreads<kGroups>, bytes,
-                  [&] { te_gated_delta_fwd_hopper<kD, Gate, kGroups>(a); });
+                  [&] { te_gated_delta_fwd_hopper<kD, Gate, kGroups>(given); });
 }
 
 template <typename Gate>
