@@ -1,13 +1,15 @@
 """Cases of the gated delta rule, with a gate for each head or, KDA, each channel of keys, next to the Triton kernels of
-flash-linear-attention (the package `fla`), eager and as a CUDA graph, where these are installed.
+flash-linear-attention (the package `fla`), eager and as a CUDA graph, and to FlashQLA's of TileLang as a CUDA graph,
+where these are installed. All divide queries and keys by their lengths.
 
-A step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes` of fla is
-what torch had allocated at most, te_jax's is XLA's account of the call.
+A step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes` of a peer
+is what torch had allocated at most, te_jax's is XLA's account of the call.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +21,20 @@ from .cases import Case
 from .timing import Call, compiled, normal, on_gpu
 
 TE = "te_jax"
-PEERS = {"fla eager": False, "fla graph": True}  # whether it is a CUDA graph
 _CHUNK = 64  # tokens
+
+
+class Peer(NamedTuple):
+    package: str
+    graph: bool  # whether it is a CUDA graph
+    tells_peak: bool = False
+
+
+PEERS = {
+    "fla eager": Peer("fla", False, True),
+    "fla graph": Peer("fla", True),
+    "flash_qla graph": Peer("flash_qla", True, True),
+}
 
 
 @dataclass(frozen=True)
@@ -92,28 +106,33 @@ class Rule:
         dy = normal(5, (self.batch, self.seq, self.heads, self.d))
         return compiled(both, [(self.operands(), self.segments(), dy)])
 
-    def cases(self, peers: bool) -> Iterator[Case]:
-        """peers: with those that they have."""
+    def has(self, peer: Peer) -> bool:
+        """Whether the peer has this rule: FlashQLA has one gate a head, and 128 channels."""
+        return peer.package == "fla" or (not self.by_channel and self.d == 128)
+
+    def cases(self, peers: Mapping[str, Peer]) -> Iterator[Case]:
+        """peers: those to run next to it, where they have it."""
+        others = {impl: peer for impl, peer in peers.items() if self.has(peer)}
         for backward in (False, True):
             name = f"{self.name} {'fwd+bwd' if backward else 'fwd'}"
             work = dict(flops=self.flops(backward), bytes=self.bytes(backward), suite="delta")
-            others = PEERS if peers else {}
             yield Case(name, TE, partial(self.build, backward), beside=tuple(others), **work)
             asked = dict(shape=self.shape, backward=backward, by_channel=self.by_channel, run=self.run)
-            for impl, graph in others.items():
-                more = dict(figures=partial(_peak_of_fla, asked)) if backward and not graph else {}
-                yield Case(name, impl, measure=partial(_fla, graph, asked), **work, **more)
+            for impl, peer in others.items():
+                of_peer = asked | dict(package=peer.package)
+                more = dict(figures=partial(_peak_of, of_peer)) if backward and peer.tells_peak else {}
+                yield Case(name, impl, measure=partial(_measure, peer.graph, of_peer), **work, **more)
 
 
 def rule(q, k, v, beta, gate, segments=None):
     return gated_delta(q, k, v, beta, gate, normalize=True, segments=segments)
 
 
-def _fla(graph: bool, asked: dict, calls: int, repeat: int) -> list[float]:
+def _measure(graph: bool, asked: dict, calls: int, repeat: int) -> list[float]:
     return [torch_peers.measure_delta(calls, graph, **asked) for _ in range(repeat)]
 
 
-def _peak_of_fla(asked: dict, ms: float) -> dict:
+def _peak_of(asked: dict, ms: float) -> dict:
     return {"peak_bytes": torch_peers.peak_of_delta(**asked)}
 
 
@@ -131,6 +150,6 @@ def rules(tiny: bool) -> list[Rule]:
 
 
 def cases(tiny: bool) -> Iterator[Case]:
-    peers = on_gpu() and torch_peers.available("fla")
+    peers = {impl: peer for impl, peer in PEERS.items() if on_gpu() and torch_peers.available(peer.package)}
     for one in rules(tiny):
         yield from one.cases(peers)

@@ -56,8 +56,9 @@ def peak_of_scan(**sizes) -> int:
 
 
 def measure_delta(calls: int, graph: bool, **sizes) -> float:
-    """ms per call of fla's `chunk_gated_delta_rule`, or `chunk_kda`, likewise, with keys and queries of length 1.
+    """ms per call of `chunk_gated_delta_rule`, or of fla's `chunk_kda`, likewise, with keys and queries of length 1.
 
+    package: "fla" or "flash_qla".
     shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d]; b is 1 where rows are packed.
     by_channel: whether each channel of keys has a gate.
     run: tokens of each sequence that a row packs, which divide s; 0: it is one.
@@ -138,8 +139,10 @@ def _scan(torch, shape, backward, graph):
     return _graph(torch, run) if graph else run
 
 
-def _delta(torch, shape, backward, by_channel, run, graph):
-    if by_channel:
+def _delta(torch, package, shape, backward, by_channel, run, graph):
+    if package == "flash_qla":
+        from flash_qla import chunk_gated_delta_rule as rule
+    elif by_channel:
         from fla.ops.kda import chunk_kda as rule
     else:
         from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule

@@ -289,22 +289,24 @@ __device__ __forceinline__ void MultiplyTiles(float (&d)[32], uint64_t a, uint64
 // d += A [64, 16] times B [N, 16] transposed, of bf16; a: two neighbours each of A's rows lane / 4 and + 8,
 // columns lane % 4 * 2, then 8 further. They stay as they are until the product has been waited for.
 template <bool kRightAcross>
-__device__ __forceinline__ void MultiplyRows(float (&d)[32], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void MultiplyRows(float (&d)[32], const uint32_t (&a)[4], uint64_t b,
+                                             int adds = 1) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %38, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {" TE_NAMES32
       "}, {%32, %33, %34, %35}, %36, adds, 1, 1, %37;\n}"
       : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kRightAcross)), "r"(1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kRightAcross)), "r"(adds));
 }
 template <bool kRightAcross>
-__device__ __forceinline__ void MultiplyRows(float (&d)[64], const uint32_t (&a)[4], uint64_t b) {
+__device__ __forceinline__ void MultiplyRows(float (&d)[64], const uint32_t (&a)[4], uint64_t b,
+                                             int adds = 1) {
   asm volatile(
       "{\n.reg .pred adds;\nsetp.ne.b32 adds, %70, 0;\n"
       "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" TE_NAMES32 ", " TE_NAMES_TO_64
       "}, {%64, %65, %66, %67}, %68, adds, 1, 1, %69;\n}"
       : TE_D8(0), TE_D8(8), TE_D8(16), TE_D8(24), TE_D8(32), TE_D8(40), TE_D8(48), TE_D8(56)
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kRightAcross)), "r"(1));
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "n"(int(kRightAcross)), "r"(adds));
 }
 #undef TE_NAMES_TO_64
 #undef TE_NAMES32

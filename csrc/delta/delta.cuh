@@ -26,12 +26,13 @@ __device__ __forceinline__ float2 LoadTwo(const float* p) { return *reinterpret_
 struct Weights {
   alignas(16) float keys[kChunk];  // what is left of the state; and q and k are divided by their length
   float queries[kChunk];           // and scale
-  float left[kChunk];              // at the chunk's end of what a token writes; below 0 of one of another run
+  float says[kChunk];              // keys betas
+  float left[kChunk];              // at the chunk's end of what a token writes; 0 of one of another run
   float betas[kChunk];             // 0 behind the last token
   float keeps;
   int several;    // whether not all tokens are of the last one's run
   int continues;  // how many are of the run of the token before the chunk
-  int unused;
+  int last;       // the first of the last one's run
 };
 // What weighs pairs of tokens.
 struct Pairs {
@@ -43,7 +44,7 @@ struct Chunk {
   Weights weights;
   Pairs pairs;
 };
-static_assert(sizeof(Chunk) == 4 * kChunk * kChunk + 28 * kChunk + 16);
+static_assert(sizeof(Chunk) == 4 * kChunk * kChunk + 32 * kChunk + 16);
 
 struct ChunkArgs {
   const Bf16 *q, *k;         // [rows, s, g, d]
@@ -66,7 +67,9 @@ struct ChunkPart {
     return behind < chunks ? behind : chunks;
   }
 };
-// chunks: those behind the last token stay as they are.
-Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks);
+// chunks: those behind the last token stay as they are. early: on Hopper, where the kernel ahead makes
+// nothing that `a` has, it starts before that one is over.
+Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks,
+                    bool early);
 
 }  // namespace te::delta

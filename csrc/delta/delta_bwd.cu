@@ -50,11 +50,13 @@ Status RunGradients(cudaStream_t stream, const GradArgs& a, int64_t rows, bool i
   return RunGradChunks(stream, a);
 }
 
-Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, void* chunks) {
-  TE_TRY(MakeChunks(stream, call, a.part, chunks));
+Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, void* chunks, bool is_first) {
   bool is_hopper = false;
 #ifdef TE_HAS_90A
   TE_TRY(IsHopper(&is_hopper));
+#endif
+  TE_TRY(MakeChunks(stream, call, a.part, chunks, is_hopper && !is_first));
+#ifdef TE_HAS_90A
   if (is_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
 #endif
   if (!is_hopper) TE_TRY(RunGradWalks(stream, a));
@@ -63,6 +65,7 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
 
 Status RunSlabs(cudaStream_t stream, const DeltaCall& call, const float* dlast, void* chunks, GradArgs a) {
   const ChunkPart slab = a.part;
+  bool is_first = true;
   const int64_t slabs = std::max<int64_t>(1, CeilDiv(a.of.s, int64_t(slab.chunks) * kChunk));
   for (int64_t row = 0; row < call.rows; row += slab.rows) {
     a.after = dlast;
@@ -70,7 +73,8 @@ Status RunSlabs(cudaStream_t stream, const DeltaCall& call, const float* dlast, 
       const int64_t there = std::min<int64_t>(slab.rows, call.rows - row);
       a.part = {int(row), int(there), int(i * slab.chunks), slab.chunks};
       a.again.part = a.back.part = a.part;
-      TE_TRY(RunSlab(stream, call, a, chunks));
+      TE_TRY(RunSlab(stream, call, a, chunks, is_first));
+      is_first = false;
     }
   }
   return {};

@@ -149,7 +149,7 @@ struct Gradients {
       return make_float2(-by * weights.betas[token], by);
     });
     OfState(unit.written, unit.gradient, s.k, dk, s.sums.leaves, begins, [&](int token) {
-      const float by = fmaxf(weights.left[token], 0.f);
+      const float by = weights.left[token];
       return make_float2(by, by);
     });
     OfStates(unit, begins);

@@ -20,7 +20,7 @@ int PartsOf(const GradArgs& a) {
 Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
   constexpr const char* kOp = "te_gated_delta_bwd";
   const WalkArgs& of = a.again;
-  const OfTokens keys = KeysOf(of, rows), of_slab = ValuesOfSlab(a);
+  const TokenSizes keys = KeysOf(of, rows), of_slab = ValuesOfSlab(a);
   out->a = a, out->parts = PartsOf(a), out->heads = of.h / of.g / out->parts;
   TE_TRY(MapOfTokens(kOp, &out->q, of.q, keys));
   TE_TRY(MapOfTokens(kOp, &out->k, of.k, keys));
@@ -29,8 +29,8 @@ Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
   TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, ValuesOf(of, rows)));
   TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab));
   TE_TRY(MapOfTokens(kOp, &out->alone, a.gradients_written, of_slab));
-  TE_TRY(MapOfStates(kOp, &out->states, a.states, a, kSlab));
-  return MapOfStates(kOp, &out->gradients, a.gradients, a, kSlab);
+  TE_TRY(MapOfStates(kOp, &out->states, a.states, a));
+  return MapOfStates(kOp, &out->gradients, a.gradients, a);
 }
 
 template <int kD, bool kRuns>

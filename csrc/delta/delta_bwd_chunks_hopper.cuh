@@ -223,7 +223,7 @@ struct HopperGradients {
         for (int half = 0; half < 2; ++half) {
           const int token = RowOfHalf(half);
           by[half] = weights.keys[token], less[half] = -by[half] * weights.betas[token];
-          left[half] = fmaxf(weights.left[token], 0.f);
+          left[half] = weights.left[token];
         }
         if constexpr (kSeesState) {
           LoadWeighed(alone, stage.alone, less);

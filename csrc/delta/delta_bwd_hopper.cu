@@ -9,10 +9,11 @@ namespace {
 template <int kD, typename Gate, int kGroups>
 Status Run(cudaStream_t stream, const HopperGradWalkArgs& given) {
   const auto kernel = te_gated_delta_bwd_walk_hopper<kD, Gate, kGroups>;
-  constexpr size_t kBytes = sizeof(HopperShared<kD, Gate, kGroups>);
+  constexpr size_t kBytes = sizeof(HopperShared<kD, Gate, kGroups, true>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  return LaunchBehind(stream, true, kernel, GradWalkGrid(given.a, kGroups), kWalkThreads<kGroups>, kBytes, given);
+  return LaunchBehind(stream, true, kernel, GradWalkGrid(given.a, kGroups), kWalkThreads<kGroups>, kBytes,
+                      given);
 }
 
 template <typename Gate>
@@ -28,7 +29,7 @@ Status RunGate(cudaStream_t stream, const HopperGradWalkArgs& given) {
 Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradWalkArgs* out) {
   constexpr const char* kOp = "te_gated_delta_bwd";
   const WalkArgs& of = a.again;
-  const OfTokens values = ValuesOf(of, rows), of_slab = ValuesOfSlab(a);
+  const TokenSizes values = ValuesOf(of, rows), of_slab = ValuesOfSlab(a);
   out->a = a;
   TE_TRY(MapOfTokens(kOp, &out->q, of.q, KeysOf(of, rows)));
   TE_TRY(MapOfTokens(kOp, &out->k, of.k, KeysOf(of, rows)));
@@ -36,8 +37,8 @@ Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradWalkArgs* out) {
   TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, values));
   TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab));
   TE_TRY(MapOfTokens(kOp, &out->alone, a.gradients_written, of_slab));
-  TE_TRY(MapOfStates(kOp, &out->states, a.states, a, kBand));
-  return MapOfStates(kOp, &out->gradients, a.gradients, a, kBand);
+  TE_TRY(MapOfStates(kOp, &out->states, a.states, a));
+  return MapOfStates(kOp, &out->gradients, a.gradients, a);
 }
 
 }  // namespace

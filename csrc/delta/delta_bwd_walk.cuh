@@ -6,9 +6,8 @@
 
 namespace te::delta {
 
-// Forward over kKept tokens, or, kBack, over the slab's from the last to the first. kWrites: its threads write
-// the states of chunks.
-template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups, bool kWrites>
+// Forward over kKept tokens, or, kBack, over the slab's from the last to the first.
+template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups>
 struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   using Base = GradSteps<kD, kStages, Products, kBack, Gate, kGroups>;
   using Base::a, Base::row, Base::head, Base::first;
@@ -17,7 +16,7 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   const float* from;  // [.., h, d, e], or nullptr: zeros. The state that it begins with is there at `index`.
   const int64_t index;
 
-  static constexpr bool kLeavesStates = !kWrites;
+  static constexpr bool kLeavesStates = true;
 
   __device__ __forceinline__ int Count() const { return chunks; }
   __device__ __forceinline__ int ChunkOf(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
@@ -32,7 +31,8 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
     const auto keep = [&] {
       fetch();
-      if constexpr (kWrites) Base::Keep((kBack ? of.gradients : of.states) + of.State(row, ChunkOf(i), head));
+      if constexpr (Products::kOfWarps)
+        Base::Keep((kBack ? of.gradients : of.states) + of.State(row, ChunkOf(i), head));
     };
     if constexpr (kBack)
       Base::StepBack(i % kStages, keep, write);
@@ -45,7 +45,7 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
 };
 
 // blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward. run: gets the walk.
-template <int kD, int kStages, typename Products, typename Gate, int kGroups, bool kWrites, typename Run>
+template <int kD, int kStages, typename Products, typename Gate, int kGroups, typename Run>
 __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kStages, Gate, kGroups>& shared,
                                             int group, Run&& run) {
   const ChunkPart& part = a.part;
@@ -53,7 +53,7 @@ __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kS
   const int there = part.There(a.of.s);
   if (int(blockIdx.z) < part.rows) {
     const int row = part.first_row + blockIdx.z;
-    run(GradWalk<kD, kStages, Products, true, Gate, kGroups, kWrites>{
+    run(GradWalk<kD, kStages, Products, true, Gate, kGroups>{
         {a.back, shared, row, head, first, group, {}, {}}, a, part.first_chunk, there, a.after, row});
     return;
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kS
   if (begins >= there) return;
   const int64_t at = int64_t(row) * ((a.of.s + kKept - 1) / kKept) + chunk / kChunks;
   const int chunks = min(kChunks, there - begins);
-  run(GradWalk<kD, kStages, Products, false, Gate, kGroups, kWrites>{
+  run(GradWalk<kD, kStages, Products, false, Gate, kGroups>{
       {a.again, shared, row, head, first, group, {}, {}}, a, chunk, chunks, a.kept, at});
 }
 

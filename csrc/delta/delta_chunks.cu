@@ -3,6 +3,7 @@
 // others.
 
 #include "base/check.h"
+#include "base/launch.h"
 #include "delta/inverse.cuh"
 
 namespace te::delta {
@@ -167,8 +168,11 @@ struct Chunks {
     const float since = goes_on ? Exp2(of.sums[token]) : 0.f, last = of.sums[kLast];
     Weights& weights = out.weights;
     weights.keys[token] = goes_on ? since * s.of_keys[token] : 0.f;
+    weights.says[token] = goes_on && since > 0 ? weights.keys[token] * of.beta[token] : 0.f;
     weights.queries[token] = goes_on ? since * s.of_queries[token] * a.scale : 0.f;
-    weights.left[token] = s.runs.AreOne(token, kLast) ? Exp2(last - of.sums[token]) * s.of_keys[token] : -1.f;
+    const bool is_of_last = s.runs.AreOne(token, kLast);
+    weights.left[token] = is_of_last ? Exp2(last - of.sums[token]) * s.of_keys[token] : 0.f;
+    if (is_of_last && (token == 0 || !s.runs.AreOne(token - 1, kLast))) weights.last = token;
     weights.betas[token] = of.beta[token];
     out.pairs.sums[token] = of.sums[token];
     out.pairs.of_keys[token] = s.of_keys[token], out.pairs.of_queries[token] = s.of_queries[token];
@@ -198,39 +202,45 @@ struct Chunks {
       __syncthreads();
       Merge<16>(s.system);
       Merge<32>(s.system);
+      if (i == 0) AwaitPrevious();  // which may read the chunks before
       Write(decays, chunks[head]);
       __syncthreads();
     }
   }
 };
 
+struct ChunksArgs {
+  ChunkArgs a;
+  ChunkPart part;
+  Chunk* chunks;
+};
+
 template <int kD, bool kRuns>
-__global__ void __launch_bounds__(kThreads, 4)
-    te_gated_delta_chunks(const ChunkArgs a, const ChunkPart part, Chunk* chunks) {
+__global__ void __launch_bounds__(kThreads, 4) te_gated_delta_chunks(const ChunksArgs of) {
   LetNextStart();
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<ChunkShared<kD, kRuns>*>(memory);
-  const int64_t row = part.first_row + blockIdx.z;
-  const int chunk = part.first_chunk + blockIdx.x;
-  Chunks<kD, kRuns> all{a, shared, row, chunk * kChunk, int(blockIdx.y)};
-  all.Run(chunks + part.At(row, chunk, 0, a.h));
+  const int64_t row = of.part.first_row + blockIdx.z;
+  const int chunk = of.part.first_chunk + blockIdx.x;
+  Chunks<kD, kRuns> all{of.a, shared, row, chunk * kChunk, int(blockIdx.y)};
+  all.Run(of.chunks + of.part.At(row, chunk, 0, of.a.h));
 }
 
 template <int kD, bool kRuns>
-Status Run(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks) {
+Status Run(cudaStream_t stream, const ChunksArgs& of, bool early) {
   const auto kernel = te_gated_delta_chunks<kD, kRuns>;
   constexpr size_t kBytes = sizeof(ChunkShared<kD, kRuns>);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const dim3 grid(unsigned(part.There(a.s)), unsigned(a.g), unsigned(part.rows));
-  kernel<<<grid, kThreads, kBytes, stream>>>(a, part, chunks);
-  TE_LAUNCHED();
+  const dim3 grid(unsigned(of.part.There(of.a.s)), unsigned(of.a.g), unsigned(of.part.rows));
+  return LaunchBehind(stream, early, kernel, grid, kThreads, kBytes, of);
 }
 
 }  // namespace
 
-Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks) {
-  return ssm::DispatchStates(a.d, a.runs,
-                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, a, part, chunks); });
+Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks,
+                    bool early) {
+  return ssm::DispatchStates(
+      a.d, a.runs, [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, {a, part, chunks}, early); });
 }
 
 }  // namespace te::delta

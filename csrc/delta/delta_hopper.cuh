@@ -8,6 +8,7 @@ namespace te::delta {
 
 // As WarpProducts, but done when they are waited for. Left factors stay as they are until then.
 struct GroupProducts {
+  static constexpr bool kOfWarps = false;
   template <int kThreads>
   __device__ __forceinline__ static void Meet() {
     FenceAsync();
@@ -48,40 +49,41 @@ struct GroupProducts {
     Across<kChunk>(d, left, tile);
   }
   template <int kD>
-  __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile) {
-    ssm::MultiplyAcross(d, left, reinterpret_cast<const uint8_t*>(tile.cells));
+  __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile,
+                                                bool adds = true) {
+    ssm::MultiplyAcross(d, left, reinterpret_cast<const uint8_t*>(tile.cells), adds);
   }
 };
 
-// A chunk takes less time than what it needs takes to come.
-template <typename Gate, int kGroups>
-constexpr int kHopperStages = Gate::kByChannel && kGroups > 1 ? 2 : 3;
+// A chunk takes less time than what it needs takes to come. kBack: for walks of the backward pass, which also
+// leave the state before each chunk.
+template <typename Gate, int kGroups, bool kBack>
+constexpr int kHopperStages =
+    Gate::kByChannel ? (kGroups > 1 || kBack ? 2 : 3) : (kGroups > 1 && kBack ? 2 : 3);
 
-// Whether there is a tile by way of which states that are kept for each chunk leave; else threads write them.
-template <typename Gate, int kGroups>
-constexpr bool kCopiesStates = !Gate::kByChannel && kGroups == 1;
-template <int kD, bool kIsThere>
-struct StateTile {
-  alignas(1024) uint8_t of[ssm::kWideBytes<kD>];
+// [64, kD] of each group.
+template <int kD, int kGroups>
+struct StateTiles {
+  alignas(1024) uint8_t of[kGroups][ssm::kWideBytes<kD>];
 };
-template <int kD>
-struct StateTile<kD, false> {};
+struct NoTiles {};
 
-// One warp fetches and one writes y for those that walk.
-template <int kD, typename Gate = OfHead, int kGroups = 1>
+// One warp fetches for those that walk, and others write what they leave.
+template <int kD, typename Gate = OfHead, int kGroups = 1, bool kBack = false>
 struct HopperShared {
-  static constexpr int kStages = kHopperStages<Gate, kGroups>;
+  static constexpr int kStages = kHopperStages<Gate, kGroups, kBack>;
   using Tiles = WalkShared<kD, kStages, Gate, kGroups>;
   Tiles tiles;
-  StateTile<kD, kCopiesStates<Gate, kGroups>> state;
-  alignas(8) uint64_t full[kStages], empty[kStages], y_full[1], y_empty[1];
+  std::conditional_t<kBack, StateTiles<kD, kGroups>, NoTiles> states;
+  alignas(8) uint64_t full[kStages], empty[kStages], y_full[1], y_empty[1], state_full[1], state_empty[1];
 
   __device__ __forceinline__ void Begin() {
     static_assert(sizeof(tiles.stages[0]) % 1024 == 0);  // tiles of products begin at a multiple
     static_assert(sizeof(tiles.stages) % 1024 == 0 && sizeof(tiles.y) % 1024 == 0);
-    constexpr unsigned kAll = kGroups * kWarps * ssm::kArrivals;
+    constexpr unsigned kOne = ssm::kArrivals, kAll = kGroups * kWarps * kOne;
     if (threadIdx.x == 0) {
-      ssm::InitRing(full, empty, ssm::kArrivals, kAll), ssm::InitRing(y_full, y_empty, kAll, ssm::kArrivals);
+      ssm::InitRing(full, empty, kOne, kAll);
+      ssm::InitRing(y_full, y_empty, kAll, kOne), ssm::InitRing(state_full, state_empty, kAll, kOne);
       FenceBarrierInit();
     }
     __syncthreads();
@@ -95,15 +97,16 @@ constexpr int kWalkThreads = (1 + kGroups) * kThreads;
 // The first group of walkers is the CTA's second.
 __device__ __forceinline__ int WalkingGroup() { return max(ssm::GroupIndex() - 1, 0); }
 
-// Of what a walk fetches and writes, in boxes of a chunk's tokens: q and k [rows, s, g, d], v [rows, s, h, e],
-// y as v or as the array of a slab. Where states are kept, [count, h, e, d], in boxes of 16 channels of values.
+// Of what a walk fetches and writes, in boxes of a chunk's tokens: q and k [rows, s, g, d], v [rows, s, h,
+// e], y as v or as the array of a slab; and of the states of a slab's chunks, [count, h, e, d].
 struct WalkMaps {
   const CUtensorMap *q, *k, *v, *y, *states;
 };
 
 // What a chunk needs, by one warp.
 template <typename Walk>
-__device__ __forceinline__ void CopyChunk(Walk& walk, const WalkMaps& maps, int chunk, int to, uint32_t full) {
+__device__ __forceinline__ void CopyChunk(Walk& walk, const WalkMaps& maps, int chunk, int to,
+                                          uint32_t full) {
   constexpr int kD = Walk::kKeys;
   constexpr unsigned kValues = Walk::kSlabs * kBoxBytes;
   const WalkArgs& a = walk.a;
@@ -143,63 +146,68 @@ __device__ __forceinline__ void CopyChunks(Shared& s, Walk& walk, const WalkMaps
     CopyChunk(walk, maps, walk.ChunkOf(i), i % Shared::kStages, AddressOf(&s.full[i % Shared::kStages]));
   }
 }
-// Another: y of all groups.
-template <typename Shared, typename Walk>
-__device__ __forceinline__ void CopyY(Shared& s, Walk& walk, const WalkMaps& maps) {
-  const ChunkPart part = walk.Part();
-  const int row = int(walk.row) - part.first_row;
-  for (int i = 0; i < walk.Count(); ++i) {
-    ssm::WaitFull(s.y_full, i);
+// Another: what those that walk have put into one place, step by step.
+template <typename Store>
+__device__ __forceinline__ void CopyOut(const uint64_t (&full)[1], const uint64_t (&empty)[1], int count,
+                                        Store&& store) {
+  for (int i = 0; i < count; ++i) {
+    ssm::WaitFull(full, i);
     if (Lane() == 0) {
-      const int token = (walk.ChunkOf(i) - part.first_chunk) * kChunk;
-      for (int j = 0; j < Walk::kSlabs; ++j)
-        StoreBox(maps.y, AddressOf(&walk.s.y[j]), walk.first + j * kSlab, walk.head, token, row);
+      FenceAsync();
+      store(i);
       CommitStores();
       WaitForReads();
     }
-    ssm::Release(s.y_empty[0]);
+    ssm::Release(empty[0]);
   }
   if (Lane() == 0) WaitForStores();
 }
-
-// By each warp that walks, its channels of values.
 template <typename Shared, typename Walk>
-__device__ __forceinline__ void CopyState(Shared& s, Walk& walk, const WalkMaps& maps, int chunk) {
-  constexpr int kBoxes = Walk::kKeys / 64;
-  const uint32_t piece = AddressOf(s.state.of) + ssm::WarpOfGroup() * ssm::kPieceBytes;
-  if (Lane() == 0) WaitForReads();  // of the one before
-  __syncwarp();
-#pragma unroll
-  for (int box = 0; box < kBoxes; ++box) ssm::PutRows(piece + box * kBoxBytes, walk.state + 32 * box);
-  FenceAsync();
-  __syncwarp();
-  if (Lane() > 0) return;
+__device__ __forceinline__ void CopyY(Shared& s, Walk& walk, const WalkMaps& maps) {
   const ChunkPart part = walk.Part();
-  const int index = (int(walk.row) - part.first_row) * part.chunks + chunk - part.first_chunk;
-  for (int box = 0; box < kBoxes; ++box)
-    StoreBox(maps.states, piece + box * kBoxBytes, 64 * box, walk.first + Walk::Band(), walk.head, index);
-  CommitStores();
+  CopyOut(s.y_full, s.y_empty, walk.Count(), [&](int i) {
+    const int token = (walk.ChunkOf(i) - part.first_chunk) * kChunk, row = int(walk.row) - part.first_row;
+    for (int j = 0; j < Walk::kSlabs; ++j)
+      StoreBox(maps.y, AddressOf(&walk.s.y[j]), walk.first + j * kSlab, walk.head, token, row);
+  });
+}
+template <typename Shared, typename Walk>
+__device__ __forceinline__ void CopyStates(Shared& s, Walk& walk, const WalkMaps& maps) {
+  const ChunkPart part = walk.Part();
+  CopyOut(s.state_full, s.state_empty, walk.Count(), [&](int i) {
+    const int chunk = walk.ChunkOf(i) - part.first_chunk, row = int(walk.row) - part.first_row;
+    for (int j = 0; j < Walk::kSlabs; ++j)
+      for (int box = 0; box < Walk::kKeys / 64; ++box)
+        StoreBox(maps.states, AddressOf(s.states.of[j] + box * kBoxBytes), 64 * box, walk.first + j * kSlab,
+                 walk.head, row * part.chunks + chunk);
+  });
 }
 
 template <typename Shared, typename Walk>
-__device__ __forceinline__ void WalkBehind(Shared& s, Walk& walk, const WalkMaps& maps) {
+__device__ __forceinline__ void WalkBehind(Shared& s, Walk& walk) {
   walk.Begin();
   for (int i = 0; i < walk.Count(); ++i) {
     ssm::WaitFull(s.full, i);
-    const auto put = [&] {
+    const auto put_state = [&] {
+      if constexpr (Walk::kLeavesStates) {
+        ssm::WaitEmpty(s.state_empty, i);
+#pragma unroll
+        for (int box = 0; box < Walk::kKeys / 64; ++box)
+          ssm::PutRows(
+              AddressOf(s.states.of[walk.group] + box * kBoxBytes) + ssm::WarpOfGroup() * ssm::kPieceBytes,
+              walk.state + 32 * box);
+        ssm::Release(s.state_full[0]);
+      }
+    };
+    const auto put_y = [&] {
       ssm::WaitEmpty(s.y_empty, i);
       walk.PutY();
-      FenceAsync();
       ssm::Release(s.y_full[0]);
     };
-    const auto copy = [&] {
-      if constexpr (Walk::kLeavesStates) CopyState(s, walk, maps, walk.ChunkOf(i));
-    };
-    walk.Next(i, copy, put);
+    walk.Next(i, put_state, put_y);
     ssm::Release(s.empty[i % Shared::kStages]);
   }
   walk.End();
-  if (Walk::kLeavesStates && Lane() == 0) WaitForStores();
 }
 
 // The warpgroup's part in the walks, of which a thread has kRegisters where the CTA has two: of what it
@@ -210,11 +218,14 @@ __device__ __forceinline__ void TakePart(Shared& s, Walk&& walk, const WalkMaps&
   AwaitPrevious();
   if (ssm::GroupIndex() == 0) {
     if constexpr (kGroups > 1) GiveRegisters<3 * 168 - 2 * kRegisters>();
-    if (ssm::WarpOfGroup() == 0) CopyChunks(s, walk, maps);
-    if (ssm::WarpOfGroup() == 1) CopyY(s, walk, maps);
+    const int warp = ssm::WarpOfGroup();
+    if (warp == 0) CopyChunks(s, walk, maps);
+    if (warp == 1) CopyY(s, walk, maps);
+    if constexpr (std::decay_t<Walk>::kLeavesStates)
+      if (warp == 2) CopyStates(s, walk, maps);
   } else {
     if constexpr (kGroups > 1) TakeRegisters<kRegisters>();
-    WalkBehind(s, walk, maps);
+    WalkBehind(s, walk);
   }
 }
 
@@ -224,13 +235,13 @@ struct HopperWalkArgs {
 };
 
 template <int kD, typename Gate, int kGroups>
-__global__ void __launch_bounds__(kWalkThreads<kGroups>, 1) 
+__global__ void __launch_bounds__(kWalkThreads<kGroups>, 1)
     te_gated_delta_fwd_hopper(const __grid_constant__ HopperWalkArgs given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   auto& s = *reinterpret_cast<HopperShared<kD, Gate, kGroups>*>(shared);
   const int group = WalkingGroup(), first = (int(blockIdx.y) * kGroups + group) * kSlab;
-  using Steps = Walk<kD, kHopperStages<Gate, kGroups>, GroupProducts, true, Gate, kGroups>;
+  using Steps = Walk<kD, kHopperStages<Gate, kGroups, false>, GroupProducts, true, Gate, kGroups>;
   TakePart<kGroups, 208>(s, Steps{given.a, s.tiles, blockIdx.z, int(blockIdx.x), first, group},
                          {&given.q, &given.k, &given.v, &given.y, nullptr});
 #else

@@ -62,6 +62,7 @@ using Left = uint32_t[kChunk / 16][4];
 
 // Products by mma.sync, which are done when they are called.
 struct WarpProducts {
+  static constexpr bool kOfWarps = true;
   // A barrier of the threads that walk, behind which products see what these have written.
   template <int kThreads>
   __device__ __forceinline__ static void Meet() {
@@ -109,9 +110,12 @@ struct WarpProducts {
 #pragma unroll
       for (int n = 0; n <= k; ++n) Multiply(d, n, left[k], [&](auto& b) { tile.B(b, 16 * k, 16 * n); });
   }
-  // d += left tile
+  // d = left tile, plus d where it adds.
   template <int kD>
-  __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile) {
+  __device__ __forceinline__ static void Across(float (&d)[kD / 2], const Left& left, Tokens<kD>& tile,
+                                                bool adds = true) {
+#pragma unroll
+    for (float& each : d) each = adds ? each : 0.f;
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
 #pragma unroll
@@ -130,38 +134,47 @@ struct WarpProducts {
 // weight times x; 0, of any x, where the weight is.
 __device__ __forceinline__ float Weighed(float weight, float x) { return weight == 0 ? 0.f : weight * x; }
 
-// How much of what two neighbours' keys and queries read of the state counts, and of what they write at the
-// chunk's end, below 0 of tokens of another run; and whether a token is of the last one's run.
-__device__ __forceinline__ float2 OfKeys(const Weights& of, int token) { return LoadTwo(of.keys + token); }
-__device__ __forceinline__ float2 OfQueries(const Weights& of, int token) {
-  return LoadTwo(of.queries + token);
+// Weights of the tokens that a thread has as columns of products, two neighbours of each eight.
+using OfTokens = float2[kChunk / 8];
+
+template <typename Fn>
+__device__ __forceinline__ void Each(OfTokens& of, Fn&& fn) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 8; ++i) of[i] = fn(8 * i + ssm::ColumnOf(0));
 }
-__device__ __forceinline__ float2 OfLeft(const Weights& of, int token) { return LoadTwo(of.left + token); }
-__device__ __forceinline__ bool IsOfLast(const Weights& of, int token) { return of.left[token] >= 0; }
+template <typename Weights>
+__device__ __forceinline__ void LoadBetas(OfTokens& to, const Weights& of) {
+  Each(to, [&](int token) { return LoadTwo(of.betas + token); });
+}
+// How much of what keys and queries read of the state counts, of keys times beta.
+__device__ __forceinline__ void LoadSays(OfTokens& to, const Weights& of) {
+  Each(to, [&](int token) { return LoadTwo(of.says + token); });
+}
+__device__ __forceinline__ void LoadQueries(OfTokens& to, const Weights& of) {
+  Each(to, [&](int token) { return LoadTwo(of.queries + token); });
+}
 // Where channels have gates, tiles have the rest.
 template <int kD>
-__device__ __forceinline__ float2 OfKeys(const ChannelWeights<kD>& of, int token) {
-  return make_float2(token < of.continues, token + 1 < of.continues);
+__device__ __forceinline__ void LoadSays(OfTokens& to, const ChannelWeights<kD>& of) {
+  Each(to, [&](int token) {
+    const float2 betas = LoadTwo(of.betas + token);
+    return make_float2(token < of.continues ? betas.x : 0.f, token + 1 < of.continues ? betas.y : 0.f);
+  });
 }
 template <int kD>
-__device__ __forceinline__ float2 OfQueries(const ChannelWeights<kD>& of, int token) {
-  return OfKeys(of, token);
-}
-template <int kD>
-__device__ __forceinline__ float2 OfLeft(const ChannelWeights<kD>& of, int token) {
-  return make_float2(token < of.last ? -1.f : 1.f, token + 1 < of.last ? -1.f : 1.f);
-}
-template <int kD>
-__device__ __forceinline__ bool IsOfLast(const ChannelWeights<kD>& of, int token) {
-  return token >= of.last;
+__device__ __forceinline__ void LoadQueries(OfTokens& to, const ChannelWeights<kD>& of) {
+  Each(to, [&](int token) { return make_float2(token < of.continues, token + 1 < of.continues); });
 }
 
-// What is left at a chunk's end of a state, [16, kCount * 2] of a warp.
+// What is left at a chunk's end of a state, [16, kCount * 2] of a warp, where it stays. Else it is anything,
+// which the product that follows does not add to.
 template <int kCount>
 __device__ __forceinline__ void Fade(float (&state)[kCount], const Weights& of) {
 #pragma unroll
-  for (float& each : state) each = Weighed(of.keeps, each);
+  for (float& each : state) each *= of.keeps;
 }
+__device__ __forceinline__ bool Stays(const Weights& of) { return of.keeps != 0; }
+// Where channels have gates, each may leave 0.
 template <int kCount, int kD>
 __device__ __forceinline__ void Fade(float (&state)[kCount], const ChannelWeights<kD>& of) {
 #pragma unroll
@@ -173,6 +186,10 @@ __device__ __forceinline__ void Fade(float (&state)[kCount], const ChannelWeight
       state[i + j + 1] = Weighed(keeps.y, state[i + j + 1]);
     }
   }
+}
+template <int kD>
+__device__ __forceinline__ bool Stays(const ChannelWeights<kD>&) {
+  return true;
 }
 
 // The left factor that results become, 16 columns `k`: each two neighbours through `fn(word, column, two)`.
@@ -186,10 +203,36 @@ __device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[k
   }
 }
 
+// Each token's results `by` times; 0 where that is 0, whatever they are.
+__device__ __forceinline__ void WeighTokens(Results& of, const OfTokens& by) {
+#pragma unroll
+  for (int i = 0; i < kChunk / 2; i += 2)
+    of[i] = Weighed(by[i / 4].x, of[i]), of[i + 1] = Weighed(by[i / 4].y, of[i + 1]);
+}
+// What is left at the chunk's end of what tokens write, which of tokens of other runs is finite; with gates
+// of channels keys have it.
+template <bool kByChannel>
+struct Leaves {
+  OfTokens by;
+
+  __device__ __forceinline__ explicit Leaves(const Weights& of) {
+    Each(by, [&](int token) { return LoadTwo(of.left + token); });
+  }
+  __device__ __forceinline__ float2 operator()(int i, float2 written) const {
+    return make_float2(by[i].x * written.x, by[i].y * written.y);
+  }
+};
+template <>
+struct Leaves<true> {
+  template <int kD>
+  __device__ __forceinline__ explicit Leaves(const ChannelWeights<kD>&) {}
+  __device__ __forceinline__ float2 operator()(int, float2 written) const { return written; }
+};
+
 // kReads: it makes y. If not, what tokens write stands there instead.
 template <int kD, int kStages, typename Products, bool kReads = true, typename Gate = OfHead, int kGroups = 1>
 struct Walk {
-  using OfTokens = typename Gate::template Weights<kD>;
+  using Weighing = typename Gate::template Weights<kD>;
   const WalkArgs& a;
   WalkShared<kD, kStages, Gate, kGroups>& s;
   const int64_t row;
@@ -198,6 +241,8 @@ struct Walk {
   uint32_t y[kChunk / 4];        // [16, 64], of the last chunk
 
   static constexpr int kRing = kStages, kWalking = kGroups * kThreads, kKeys = kD, kSlabs = kGroups;
+  // Whether weights are loaded ahead of the products that they weigh: two groups have no registers for them.
+  static constexpr bool kEarly = kGroups == 1;
   static constexpr bool kLooks = kReads, kByChannel = Gate::kByChannel, kLeavesStates = false;
 
   __device__ __forceinline__ static int Band() { return kBand * (WarpIndex() % kWarps); }
@@ -295,38 +340,44 @@ struct Walk {
     swap(words[0], words[2], 2), swap(words[1], words[3], 2);
   }
 
-  // How far v is off what the state says, times beta, as a left factor.
-  __device__ __forceinline__ void Compare(int stage, const Results& of_keys, Left& off) {
+  // How far v is off what the state says, times beta, as a left factor. `ready`: when of_keys are there.
+  template <typename Ready>
+  __device__ __forceinline__ void Compare(int stage, Results& of_keys, Left& off, Ready&& ready) {
+    OfTokens betas, says;
+    uint32_t v[kChunk / 16][4];
+    if constexpr (!kEarly) ready();
 #pragma unroll
-    for (int k = 0; k < kChunk / 16; ++k) {
-      uint32_t v[4];
-      s.stages[stage].v[group].TransposedA(v, 16 * k, Band());
-      AsLeft(off[k], of_keys, k, [&](int i, int token, float2 said) {
-        const float2 of_v = ssm::Unpack(v[i]), of = OfKeys(s.weights[stage], token);
-        const float2 beta = LoadTwo(s.weights[stage].betas + token);
-        return make_float2(beta.x * (of_v.x - Weighed(of.x, said.x)),
-                           beta.y * (of_v.y - Weighed(of.y, said.y)));
+    for (int k = 0; k < kChunk / 16; ++k) s.stages[stage].v[group].TransposedA(v[k], 16 * k, Band());
+    LoadBetas(betas, s.weights[stage]), LoadSays(says, s.weights[stage]);
+    if constexpr (kEarly) ready();
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k)
+      AsLeft(off[k], of_keys, k, [&](int i, int, float2 said) {
+        const float2 of_v = ssm::Unpack(v[k][i]), beta = betas[2 * k + i / 2], by = says[2 * k + i / 2];
+        return make_float2(beta.x * of_v.x - Weighed(by.x, said.x), beta.y * of_v.y - Weighed(by.y, said.y));
       });
-    }
   }
 
   // Where a chunk has several runs: what the last one's tokens write, without any of the others', as 0 times
   // an inf would stay; nor their keys. By mma.sync: with products of warpgroups in a branch ptxas serializes
   // all of the kernel's (its message C7511).
   __device__ __forceinline__ void OnlyLastRun(int stage, Left& off, Results& written) {
-    const OfTokens& weights = s.weights[stage];
+    const Weighing& weights = s.weights[stage];
 #pragma unroll
     for (float& each : written) each = 0;
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 of = OfLeft(weights, 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
-        off[k][i] &= (of.x < 0 ? 0u : 0xffffu) | (of.y < 0 ? 0u : 0xffff0000u);
+        const int token = 16 * k + i / 2 * 8 + ssm::ColumnOf(0);
+        off[k][i] &= (token < weights.last ? 0u : 0xffffu) | (token + 1 < weights.last ? 0u : 0xffff0000u);
       }
     WarpProducts::Seen(written, off, s.stages[stage].inverse);
+#pragma unroll
+    for (int i = 0; i < kChunk / 2; ++i)
+      if (i / 4 * 8 + ssm::ColumnOf(i % 2) < weights.last) written[i] = 0;
     Meet();  // none reads k any more
-    s.stages[stage].Left().template Keep<kWalking>([&](int token) { return IsOfLast(weights, token); });
+    s.stages[stage].Left().template Keep<kWalking>([&](int token) { return token >= weights.last; });
     Meet();
   }
 
@@ -351,7 +402,7 @@ struct Walk {
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void Step(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
-    const OfTokens& weights = s.weights[stage];
+    const Weighing& weights = s.weights[stage];
     uint32_t of_state[kD / 16][4];
     Left off, left, kept;
     Results of_keys = {}, of_queries = {}, written = {};
@@ -364,8 +415,7 @@ struct Walk {
     Products::Commit();
     if (kReads) Products::template Along<kD>(of_queries, of_state, tiles.q);
     Products::Commit();
-    Products::template Wait<1>(of_keys);
-    Compare(stage, of_keys, off);
+    Compare(stage, of_keys, off, [&] { Products::template Wait<1>(of_keys); });
     Products::Begin(written);
     Products::Seen(written, off, tiles.inverse);
     Products::Commit();
@@ -374,7 +424,9 @@ struct Walk {
       WeighQueries(weights, of_queries);
     }
     Fade(state, weights);
-    Products::template Wait<0>(written);
+    if constexpr (!kEarly) Products::template Wait<0>(written);
+    const Leaves<Gate::kByChannel> leaves(weights);
+    if constexpr (kEarly) Products::template Wait<0>(written);
     if (!kReads) PackY(written);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k) AsLeft(left[k], written, k, as_it_is);
@@ -384,12 +436,9 @@ struct Walk {
     Products::Commit();
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
-      AsLeft(kept[k], written, k, [&](int, int token, float2 two) {
-        const float2 of = OfLeft(weights, token);
-        return make_float2(of.x < 0 ? 0.f : of.x * two.x, of.y < 0 ? 0.f : of.y * two.y);
-      });
+      AsLeft(kept[k], written, k, [&](int i, int, float2 two) { return leaves(2 * k + i / 2, two); });
     Products::Begin(state);
-    Products::template Across<kD>(state, kept, tiles.Left());
+    Products::template Across<kD>(state, kept, tiles.Left(), Stays(weights));
     Products::Commit();
     if (kReads) {
       Products::template Wait<1>(of_queries);
@@ -398,12 +447,10 @@ struct Walk {
     write();
     Products::template Wait<0>(state);
   }
-  __device__ __forceinline__ void WeighQueries(const OfTokens& weights, Results& of_queries) {
-#pragma unroll
-    for (int i = 0; i < kChunk / 2; i += 2) {
-      const float2 of = OfQueries(weights, i / 4 * 8 + ssm::ColumnOf(0));
-      of_queries[i] = Weighed(of.x, of_queries[i]), of_queries[i + 1] = Weighed(of.y, of_queries[i + 1]);
-    }
+  __device__ __forceinline__ void WeighQueries(const Weighing& weights, Results& of_queries) {
+    OfTokens by;
+    LoadQueries(by, weights);
+    WeighTokens(of_queries, by);
   }
   __device__ __forceinline__ void PackY(const Results& of) {
 #pragma unroll

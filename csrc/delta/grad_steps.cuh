@@ -7,26 +7,28 @@
 
 namespace te::delta {
 
-// What is left at the chunk's end of what tokens write, or of its gradient: 0 of tokens of other runs.
-__device__ __forceinline__ void WeighLeft(Results& written, const Weights& of) {
-#pragma unroll
-  for (int j = 0; j < kChunk / 2; j += 2) {
-    const float2 by = OfLeft(of, j / 4 * 8 + ssm::ColumnOf(0));
-    written[j] = by.x < 0 ? 0.f : Weighed(by.x, written[j]);
-    written[j + 1] = by.y < 0 ? 0.f : Weighed(by.y, written[j + 1]);
-  }
+// What is left at the chunk's end of the gradient to what tokens write, when it is `ready`: 0 of tokens of
+// other runs.
+template <bool kEarly, typename Ready>
+__device__ __forceinline__ void WeighLeft(Results& written, const Weights& of, Ready&& ready) {
+  OfTokens by;
+  if constexpr (!kEarly) ready();
+  Each(by, [&](int token) { return LoadTwo(of.left + token); });
+  if constexpr (kEarly) ready();
+  WeighTokens(written, by);
 }
-template <int kD>
-__device__ __forceinline__ void WeighLeft(Results& written, const ChannelWeights<kD>& of) {
+template <bool kEarly, int kD, typename Ready>
+__device__ __forceinline__ void WeighLeft(Results& written, const ChannelWeights<kD>& of, Ready&& ready) {
+  ready();
 #pragma unroll
   for (int j = 0; j < kChunk / 2; ++j)
-    if (!IsOfLast(of, j / 4 * 8 + ssm::ColumnOf(j % 4))) written[j] = 0;
+    if (j / 4 * 8 + ssm::ColumnOf(j % 4) < of.last) written[j] = 0;
 }
 
 template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups>
 struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
   using Base = Walk<kD, kStages, Products, kBack, Gate, kGroups>;
-  using OfTokens = typename Base::OfTokens;
+  using Weighing = typename Base::Weighing;
   using Base::s, Base::group, Base::state;
 
   // Whether products that do not depend on the state's gradient are queued behind the one that does. Two
@@ -39,7 +41,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
   template <typename Fetch, typename Write>
   __device__ __forceinline__ void StepBack(int stage, Fetch&& fetch, Write&& write) {
     auto& tiles = s.stages[stage];
-    const OfTokens& weights = s.weights[stage];
+    const Weighing& weights = s.weights[stage];
     const bool is_one_run = weights.continues == kChunk;
     if (!is_one_run) OnlyFirstQueries(tiles, weights.continues);
     uint32_t of_state[kD / 16][4];
@@ -58,8 +60,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
       Queue(seen, of_dy, tiles.seen);
       fetch();
     }
-    Products::template Wait<kAhead>(written);
-    WeighLeft(written, weights);
+    WeighLeft<kAhead>(written, weights, [&] { Products::template Wait<kAhead>(written); });
     if constexpr (kAhead) {
       Products::template Wait<0>(seen);
 #pragma unroll
@@ -72,14 +73,17 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
     Products::Begin(off);
     Queue(off, left, tiles.inverse);
     if constexpr (kAhead) Read(tiles, weights, of_dy, read);
+    OfTokens says;
+    if constexpr (kAhead) LoadSays(says, weights);
     Products::template Wait<kAhead>(off);
+    if constexpr (!kAhead) LoadSays(says, weights);
     Base::PackY(off);
     if (!is_one_run) OnlyFirstRun(tiles, weights.continues, of_dy, off);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
-      AsLeft(left[k], off, k, [&](int, int token, float2 two) {
-        const float2 by = OfKeys(weights, token), beta = LoadTwo(weights.betas + token);
-        return make_float2(-Weighed(by.x, beta.x * two.x), -Weighed(by.y, beta.y * two.y));
+      AsLeft(left[k], off, k, [&](int i, int, float2 two) {
+        const float2 by = says[2 * k + i / 2];
+        return make_float2(-Weighed(by.x, two.x), -Weighed(by.y, two.y));
       });
     if constexpr (!kAhead) Read(tiles, weights, of_dy, read);
     Products::Begin(state);
@@ -101,18 +105,19 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
   // What is left of the state's gradient, and what follows for it from what queries read; 0 where they do
   // not, of whatever dy is.
   template <typename Stage>
-  __device__ __forceinline__ void Read(Stage& tiles, const OfTokens& weights, const Left& of_dy, Left& read) {
+  __device__ __forceinline__ void Read(Stage& tiles, const Weighing& weights, const Left& of_dy, Left& read) {
+    OfTokens queries;
+    LoadQueries(queries, weights);
 #pragma unroll
     for (int k = 0; k < kChunk / 16; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float2 by = OfQueries(weights, 16 * k + i / 2 * 8 + ssm::ColumnOf(0));
-        const float2 two = ssm::Unpack(of_dy[k][i]);
+        const float2 by = queries[2 * k + i / 2], two = ssm::Unpack(of_dy[k][i]);
         read[k][i] = ssm::Pack(Weighed(by.x, two.x), Weighed(by.y, two.y));
       }
     Fade(state, weights);
     Products::Begin(state);
-    Products::template Across<kD>(state, read, tiles.q);
+    Products::template Across<kD>(state, read, tiles.q, Stays(weights));
     Products::Commit();
   }
 

@@ -64,11 +64,12 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
   return {};
 }
 
-// What chunks of the part need that does not depend on the state.
-inline Status MakeChunks(cudaStream_t stream, const DeltaCall& call, const ChunkPart& part, void* chunks) {
+// What chunks of the part need that does not depend on the state. early: as LaunchChunks has it.
+inline Status MakeChunks(cudaStream_t stream, const DeltaCall& call, const ChunkPart& part, void* chunks,
+                         bool early = false) {
   if (call.chunks.s == 0) return {};
   if (call.by_channel) return LaunchChannelChunks(stream, call.chunks, part, chunks);
-  return LaunchChunks(stream, call.chunks, part, static_cast<Chunk*>(chunks));
+  return LaunchChunks(stream, call.chunks, part, static_cast<Chunk*>(chunks), early);
 }
 
 }  // namespace te::delta

@@ -74,13 +74,13 @@ __device__ __forceinline__ void MultiplyAlong(float (&d)[32], const uint8_t* lef
   for (int k = 0; k < kN / 16; ++k)
     MultiplyTiles<Factors::kBF16, false, false>(d, a + Along(k), b + Along(k), k);
 }
-// d += left right, left [64, 64] in registers, right [64, N].
+// d = left right, left [64, 64] in registers, right [64, N], plus d where it adds.
 template <int kCount>
 __device__ __forceinline__ void MultiplyAcross(float (&d)[kCount], const uint32_t (&left)[4][4],
-                                               const uint8_t* right) {
+                                               const uint8_t* right, int adds = 1) {
   const uint64_t b = TileDescriptor<true>(AddressOf(right));
 #pragma unroll
-  for (int k = 0; k < 4; ++k) MultiplyRows<true>(d, left[k], b + k * kNextProduct<true>);
+  for (int k = 0; k < 4; ++k) MultiplyRows<true>(d, left[k], b + k * kNextProduct<true>, adds || k > 0);
 }
 
 // The rows of a tile [64, 64] that the warp has as rows of a left factor; of its transpose.

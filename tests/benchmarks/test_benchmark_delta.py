@@ -37,6 +37,6 @@ def test_next_to_fla(tmp_path, monkeypatch, capsys):
     ours, eager, graph = json.loads(out.read_text())["rows"]
     assert ours["beside"] == {eager["impl"]: ours["ms"] / 4, graph["impl"]: ours["ms"] / 2}
     assert eager["peak_bytes"] == 7 and "peak_bytes" not in graph and ours["peak_bytes"] > 0
-    assert asked[0] == dict(shape=(1, 96, 1, 2, 16), backward=True, by_channel=False, run=0)
+    assert asked[0] == dict(package="fla", shape=(1, 96, 1, 2, 16), backward=True, by_channel=False, run=0)
     assert graph["bound_ms"] == pytest.approx(max(graph["flops"] / 1e-2, graph["bytes"] / 1e-3) / 1e9)
     assert "x fla graph" in capsys.readouterr().out

@@ -46,7 +46,7 @@ class Chunk(NamedTuple):
     pairs: tuple
 
     def bytes(self):
-        weights = *self[2:6], [self.keeps]
+        weights = *self[2:4], self.keys * self.betas, *self[4:6], [self.keeps]
         parts = [in_boxes(a, CHUNK) for a in self[:2]] + [np.asarray(a, f32) for a in weights]
         return b"".join(
             a.tobytes() for a in (*parts, np.array(self.counts, np.int32), *(np.asarray(a, f32) for a in self.pairs))
@@ -105,10 +105,10 @@ def chunks_of(given, runs):
         seen = np.tril(same) * np.exp(np.minimum(sums[:, None] - sums, 0)) * left_k
         betas = beta[at, head]
         inverse = np.linalg.inv(np.eye(CHUNK) + np.tril(betas[:, None] * left_k[:, None] * (of_k @ of_k.T) * seen, -1))
-        since, left = np.where(continues, np.exp(sums), 0), np.where(same[-1], np.exp(sums[-1] - sums) * left_k, -1)
+        since, left = np.where(continues, np.exp(sums), 0), same[-1] * np.exp(sums[-1] - sums) * left_k
         return Chunk(
             inverse * same, (of_q @ of_k.T) * seen * left_q[:, None] * d**-0.5, since * left_k,
-            since * left_q * d**-0.5, left, betas, since[-1], (not same[0, -1], continues.sum(), 0),
+            since * left_q * d**-0.5, left, betas, since[-1], (not same[0, -1], continues.sum(), np.argmax(same[-1])),
             (sums / np.log(2), left_k, left_q),
         )  # fmt: skip
 
@@ -177,7 +177,7 @@ def test_walk(walk, rng, s, h, g, d, e, by_channel):
 def walks(chunk, state, gradient, q, k, v, dy):
     """What the walks make of a chunk of a head: what its tokens write and the state behind them; the gradient to what
     they would write alone, and that to the state before them."""
-    of_left, row = np.maximum(chunk.left, 0)[:, None], lambda a: a[:, None]
+    of_left, row = chunk.left[:, None], lambda a: a[:, None]
     written = chunk.inverse @ (row(chunk.betas) * (v - row(chunk.keys) * (k @ state)))
     alone = chunk.inverse.T @ (chunk.seen.T @ dy + of_left * (k @ gradient))
     before = chunk.keeps * gradient + (row(chunk.queries) * q).T @ dy - (row(chunk.keys * chunk.betas) * k).T @ alone

@@ -25,8 +25,8 @@ HopperGradArgs WithMaps(const GradArgs& a, const Sizes& n) {
           MapOfValues(a.back.v, of, n.rows),
           MapOfWritten(a.written, a),
           MapOfWritten(a.gradients_written, a),
-          MapOfStates(a.states, a, kSlab),
-          MapOfStates(a.gradients, a, kSlab),
+          MapOfStates(a.states, a),
+          MapOfStates(a.gradients, a),
           MapOfKeys(a.dq, of, n.rows, kBand),
           MapOfKeys(a.dk, of, n.rows, kBand)};
 }
@@ -44,7 +44,7 @@ Chunk* OfSlab(const Chunk* all, const ChunkPart& part, const Sizes& n) {
 template <int kD, bool kRuns>
 void Run(const GradArgs& a, const Sizes& n) {
   const HopperGradWalkArgs walks = WalksWithMaps(a, n.rows);
-  cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD>),
+  cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD, OfHead, 1, true>),
                   [&] { te_gated_delta_bwd_walk_hopper<kD, OfHead, 1>(walks); });
   const HopperGradArgs given = WithMaps(a, n);
   cluster::Launch(dim3(n.g * n.parts, a.part.There(n.s), a.part.rows), n.parts, ssm::kHopperThreads,

@@ -12,7 +12,7 @@ using namespace te::delta;
 
 template <int kD, typename Gate, int kGroups>
 void Run(const GradArgs& a) {
-  const size_t bytes = sizeof(HopperShared<kD, Gate, kGroups>);
+  const size_t bytes = sizeof(HopperShared<kD, Gate, kGroups, true>);
   const HopperGradWalkArgs given = WalksWithMaps(a, a.part.rows);
   cluster::Launch(GradWalkGrid(a, kGroups), 1, kWalkThreads<kGroups>, bytes,
                   [&] { te_gated_delta_bwd_walk_hopper<kD, Gate, kGroups>(given); });

@@ -13,11 +13,12 @@ inline CUtensorMap MapOfValues(const Bf16* data, const WalkArgs& a, int rows) {
 }
 // Of the slab's array.
 inline CUtensorMap MapOfWritten(const Bf16* data, const GradArgs& a) {
-  const int tokens = a.part.chunks * kChunk, there = std::min(tokens, a.again.s - a.part.first_chunk * kChunk);
+  const int tokens = a.part.chunks * kChunk,
+            there = std::min(tokens, a.again.s - a.part.first_chunk * kChunk);
   return MapOf(data, {a.again.e, a.again.h, tokens, a.part.rows}, 2, kChunk, there);
 }
-inline CUtensorMap MapOfStates(const Bf16* data, const GradArgs& a, int box) {
-  return MapOf(data, {a.again.d, a.again.e, a.again.h, a.part.rows * a.part.chunks}, 1, box);
+inline CUtensorMap MapOfStates(const Bf16* data, const GradArgs& a) {
+  return MapOf(data, {a.again.d, a.again.e, a.again.h, a.part.rows * a.part.chunks}, 1, kSlab);
 }
 
 inline HopperGradWalkArgs WalksWithMaps(const GradArgs& a, int rows) {
@@ -29,8 +30,8 @@ inline HopperGradWalkArgs WalksWithMaps(const GradArgs& a, int rows) {
           MapOfValues(a.back.v, of, rows),
           MapOfWritten(a.written, a),
           MapOfWritten(a.gradients_written, a),
-          MapOfStates(a.states, a, kBand),
-          MapOfStates(a.gradients, a, kBand)};
+          MapOfStates(a.states, a),
+          MapOfStates(a.gradients, a)};
 }
 
 }  // namespace te::delta

@@ -89,7 +89,7 @@ def rule_workspace(q: Any, k: Any, v: Any, beta: Any, gate: Any, *_: Any, **attr
 def _chunk_bytes(d, by_channel):
     """A chunk of a head, as csrc/delta/delta.cuh and channel.cuh have them."""
     if not by_channel:
-        return 2 * CHUNK * CHUNK * 2 + 7 * CHUNK * 4 + 16
+        return 2 * CHUNK * CHUNK * 2 + 8 * CHUNK * 4 + 16
     wide = 64 if d <= 64 else 128
     return ceil_div(3 * CHUNK * wide * 2 + 2 * CHUNK * CHUNK * 2 + 4 * (wide + CHUNK) + 16, 128) * 128
 

@@ -293,7 +293,7 @@ void Multiply(float (&d)[kCount], uint64_t a, uint64_t b, int adds) {
 
 // The left factor in registers: a row has its numbers in the four lanes of its quarter of a matrix.
 template <bool kRightAcross, int kCount>
-void MultiplyRows(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
+void MultiplyRows(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b, int adds = 1) {
   const int lane = threadIdx.x % 32, first = lane % 4 * 2;
   std::array<float, 16> left[2];
   for (int word = 0; word < 4; ++word)
@@ -303,6 +303,7 @@ void MultiplyRows(float (&d)[kCount], const uint32_t (&a)[4], uint64_t b) {
         left[word % 2][word / 2 * 8 + other * 2 + side] = __uint_as_float(two >> 16 * side << 16);
     }
   cluster::self->open.push_back([=, sums = d, cta = cluster::self->cta] {
+    if (!adds) std::fill_n(sums, kCount, 0.f);
     for (int j = 0; j < kCount / 2; ++j)
       for (int k = 0; k < 16; ++k) {
         const float right = NumberAt<__nv_bfloat16, kRightAcross>(cta, b, j / 2 * 8 + first + j % 2, k);
