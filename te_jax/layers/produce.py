@@ -96,8 +96,7 @@ def quantize_weight(
             return weight.read(uses, config.contract, format_of(config.recipe, "kernel"))
         return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
     q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, uses, config.weight), config)
-    # What only fprop reads is not named, nor the array itself, which is kept anyway.
-    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
+    return tag_weight(q, config)
 
 
 def quantize_stacked(
@@ -107,12 +106,14 @@ def quantize_stacked(
     config: Config,
     stack: int = 1,
     second: jax.Array | None = None,
+    named: bool = True,
 ) -> Fp8Tensor:
     """weight [*E, *C, *F], with `stack` axes in E, as GEMMs read each: the weights of experts, or of layers. Each entry
     of E has blocks, or one scale, of its own.
 
     second: an array of the shape and type of `weight`, as a gated activation has. The tensor is then [*E, *C, 2, *F];
             an unquantized array of that shape is made only where a GEMM reads it.
+    named:  False where the layout that fprop reads is still to be made of the one for dgrad, as `tag_weight` says.
     """
     role, q = Role("kernel", meta, uses, config.weight), Fp8Tensor()
     source = stacked_source(weight, second, stack, config.contract)
@@ -121,7 +122,7 @@ def quantize_stacked(
     if q.scale_inv is not None and not q.scale_inv.ndim:  # one scale for all, such as a recipe's constant
         q = q._replace(scale_inv=jnp.broadcast_to(q.scale_inv, source.scales))
     q = q._replace(wide=source.elements() if uses.wide else None)
-    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide"))
+    return tag_weight(q, config) if named else q
 
 
 def quantize_grad(
@@ -152,6 +153,16 @@ def _gather(a, config: Config):
     if config.spec is None:
         return constrain_to_spec(a, config.grad_spec)
     return a if config.grad_spec is None else jax.sharding.reshard(a, config.grad_spec)
+
+
+def tag_weight(q: Fp8Tensor, config: Config) -> Fp8Tensor:
+    """A weight in both layouts, named for `jax.checkpoint` policies, but for what only fprop reads, and for the array
+    itself, which is kept anyway.
+
+    fprop's layout must not be made of the named one: jax rounds floats that a policy keeps and the forward pass reads
+    to the width of their type, by which E4M3 above 240 becomes NaN.
+    """
+    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
 
 
 def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:
