@@ -20,7 +20,7 @@ from te_jax.ops.formats import format_of, invert, transpose
 from te_jax.ops.quantize.array import array_source
 from te_jax.ops.quantize.stacked import stacked_source
 from te_jax.ops.source import Source
-from te_jax.sharding.constraints import constrain_to_spec
+from te_jax.sharding.constraints import constrain_to_spec, gather_over
 from te_jax.state import fp8
 
 
@@ -91,12 +91,27 @@ def quantize_weight(
     weight: jax.Array | Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config
 ) -> Fp8Tensor:
     """weight [*C, *F] as its GEMMs read it. An Fp8Tensor that has data was quantized before."""
-    if isinstance(weight, Fp8Tensor):
-        if weight.data is not None or weight.data_t is not None:
-            return weight.read(uses, config.contract, format_of(config.recipe, "kernel"))
+    form, held = format_of(config.recipe, "kernel"), isinstance(weight, Fp8Tensor)
+    one_crosses = config.kept_along is not None and uses.data and uses.data_t
+    if held and weight.data is None and weight.data_t is None:
         return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
-    q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, uses, config.weight), config)
+    if held and not one_crosses:
+        return weight.read(uses, config.contract, form)
+    q = weight
+    if not held:
+        written = uses._replace(data_t=False) if one_crosses else uses
+        q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, written, config.weight), config)
+    if one_crosses:
+        q = _gather_one_layout(q, config.kept_along).read(uses, config.contract, form)
     return tag_weight(q, config)
+
+
+def _gather_one_layout(q: Fp8Tensor, along: str) -> Fp8Tensor:
+    """A weight with one of its layouts, whole along the mesh axis `along`."""
+    if q.data is not None:
+        q = q._replace(data_t=None, scale_inv_t=None)
+    crossing = {name: getattr(q, name) for name in ("data", "data_t", "scale_inv", "scale_inv_t")}
+    return q._replace(**{name: gather_over(a, along) for name, a in crossing.items() if a is not None and a.ndim})
 
 
 def quantize_stacked(
