@@ -5,7 +5,8 @@ positions, a vocabulary of 32768 whose embedding is also the head. Rows have 204
 parallelism 2, since plain Flax keeps whole activations there; for context parallelism it is one row of 32768. In all
 implementations parameters and AdamW's moments are f32, activations, embedding and head bf16; FP8 are the products of
 layers. No layer is computed again in the backward pass (no remat); plain Flax keeps most for it, some 70 GB on one GPU.
-Rows of "bf16 gradients" have the MeshResource's `gradient_dtype`: gradients cross devices in bf16.
+Rows of "bf16 gradients" have the MeshResource's `gradient_dtype`: gradients cross devices in bf16. Rows of "one gather"
+have its `keep_gathered_weights`: weights in FP8 cross once, and stay on each GPU between the passes.
 """
 
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from . import flax_layer, gpt, layers, meshes
 from .cases import Case
 from .timing import Call, compiled
 
-IN_BF16 = ", bf16 gradients"
+IN_BF16, ONE_GATHER = ", bf16 gradients", ", one gather"
 _SETTLE = 5  # steps before those that are measured: by then scales follow their amaxes
 
 
@@ -111,12 +112,13 @@ class Trainee(meshes.Trainee):
 
     def __init__(self, model: Gpt, impl: str):
         self.optimizer = gpt.steps.make_optimizer(lr=1e-4, warmup=10, steps=10_000)
-        self.in_bf16 = impl.endswith(IN_BF16)
-        super().__init__(model, impl.removesuffix(IN_BF16), model.role, model.gpus)
+        self.in_bf16, self.one_gather = impl.endswith(IN_BF16), impl.endswith(ONE_GATHER)
+        super().__init__(model, impl.removesuffix(IN_BF16).removesuffix(ONE_GATHER), model.role, model.gpus)
 
     @property
     def resource(self):
-        return replace(super().resource, gradient_dtype=jnp.bfloat16 if self.in_bf16 else None)
+        asked = dict(gradient_dtype=jnp.bfloat16 if self.in_bf16 else None, keep_gathered_weights=self.one_gather)
+        return replace(super().resource, **asked)
 
     def _data(self):
         layer = self.model.stack.layer
@@ -183,12 +185,20 @@ def figures(model: Gpt, fp8: bool, device_kind: str, ms: float) -> dict:
     return found
 
 
+def _asked(model: Gpt, impl: str) -> Iterator[str]:
+    """Behind the name of `impl`, what rows ask of the MeshResource."""
+    yield ""
+    if "fp8" in impl and model.role in (meshes.DP, meshes.FSDP):
+        yield IN_BF16
+    if "fp8" in impl and model.role is meshes.FSDP and model.gpus > 1:
+        yield ONE_GATHER
+
+
 def cases(tiny: bool) -> Iterator[Case]:
     """Rates are those of one GPU."""
     kind = jax.devices()[0].device_kind
     placed_models = ((model, model.role, model.gpus) for model in models(tiny, jax.device_count()))
-    sums = lambda model, impl: "fp8" in impl and model.role in (meshes.DP, meshes.FSDP)
-    rows = ((row, more) for row in meshes.trainees(placed_models) for more in ("", *[IN_BF16] * sums(row[0], row[-1])))
+    rows = ((row, more) for row in meshes.trainees(placed_models) for more in _asked(row[0], row[-1]))
     for (model, _, gpus, impl), more in rows:
         fp8, impl = "fp8" in impl, impl + more
         yield Case(

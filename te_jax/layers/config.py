@@ -7,11 +7,13 @@ import jax.numpy as jnp
 from jax.core import ShapedArray
 from jax.sharding import PartitionSpec
 
+from te_jax.core.check import warn_once
 from te_jax.layers._specs import dense_spec
 from te_jax.layers.tensor import Fp8Tensor, wide_of
 from te_jax.layers.token_pieces import TokenPieces
+from te_jax.ops.formats import format_of
 from te_jax.recipe import Recipe
-from te_jax.sharding.resource import current_mesh_resource, stage_axes
+from te_jax.sharding.resource import current_mesh_resource, is_manual, mesh_sizes, stage_axes
 
 
 class Config(NamedTuple):
@@ -33,6 +35,7 @@ class Config(NamedTuple):
     on_mesh: bool = False  # a mesh of several devices is in force (`jax.set_mesh`): there may be sums over them
     gradient_dtype: Any = None  # of MeshResource
     pieces: TokenPieces | None = None  # in which tokens are multiplied
+    kept_along: str | None = None  # the mesh axis along which weights in FP8 are gathered once, for both passes
 
     def unshared_axes(self, of_experts: bool) -> frozenset[str]:
         """The mesh axes over which a tensor shares no statistics. of_experts: each expert has its own."""
@@ -92,6 +95,7 @@ class Config(NamedTuple):
             on_mesh=jax.sharding.get_abstract_mesh().size > 1,
             gradient_dtype=_gradient_dtype(),
             pieces=None if recipe is None else TokenPieces.of(x, x.ndim - contract, spec, tokens, gathers),
+            kept_along=_kept_along(recipe),
         )
 
 
@@ -101,3 +105,19 @@ def _gradient_dtype():
     if resource is None or jax.sharding.get_abstract_mesh().manual_axes:
         return None
     return resource.gradient_dtype
+
+
+def _kept_along(recipe):
+    """The fsdp_resource in force, where devices along it are to keep the weights that they gather; else None, as where
+    the axis is manual: what is gathered along it is the caller's."""
+    resource = current_mesh_resource()
+    if recipe is None or resource is None or not resource.keep_gathered_weights:
+        return None
+    axis = resource.fsdp_resource
+    if is_manual(axis) or mesh_sizes().get(axis, 1) == 1:
+        return None
+    if not format_of(recipe, "kernel").shared:
+        asked = f"keep_gathered_weights is True, but {type(recipe).__name__}'s weights have other scales in each layout"
+        warn_once("MeshResource", f"{asked}: each pass gathers its own; leave it out, or take another recipe.")
+        return None
+    return axis

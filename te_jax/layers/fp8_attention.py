@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.core import ShapedArray
 
 from te_jax.core.arrays import as_jax
@@ -61,7 +62,7 @@ class _Saved(NamedTuple):
     """The residuals of the backward pass."""
 
     operands: tuple[jax.Array, ...]  # q, k, v in FP8
-    out: jax.Array  # in FP8 if gradients are, else in q's type
+    out: jax.Array  # if gradients are in FP8, its bits, u8; else in q's type
     lse: jax.Array  # f32[b..., h, s]
     amaxes: tuple[jax.Array, ...]  # amaxes of q, k, v and the output, as `fp8.cotangent` takes them
     metas: AttentionMetas
@@ -170,16 +171,21 @@ def _attention(q, k, v, metas, config):
 def _attention_fp8_fwd(q, k, v, metas, config):
     by, dtype = _scales(metas), config.recipe.fp8_format.dtype("fwd")
     operands, amaxes = zip(*map(partial(_store, dtype=dtype, config=config), (q, k, v), metas, by))
-    operands = with_names(operands, QUANTIZED)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **config.attrs)
     # cuDNN's amax drops a NaN of the output; the operands' amaxes do not.
     amax = jnp.where(jnp.isnan(sum(each.reshape(-1)[0] for each in amaxes)), jnp.nan, amax)
-    data = data if config.fp8_backward else _dequantize(data, by.o, q.dtype)
+    # jax rounds what a policy keeps and the forward pass reads, by which E4M3 above 240 becomes NaN. So the kernel
+    # reads q, k and v without their name, and the output is made of its bits, which have one.
+    data = lax.bitcast_convert_type(data, jnp.uint8) if config.fp8_backward else _dequantize(data, by.o, q.dtype)
     # A policy that saves one of these names runs the kernel once.
     name = config.options.context_checkpoint_name
     saved = with_names((*with_names((data, lse), ATTENTION), with_names((*amaxes, amax), STATISTICS)), name)
-    out = _dequantize(saved[0], by.o, q.dtype) if config.fp8_backward else saved[0]
-    return out, _Saved(operands, *saved, metas)
+    out = _dequantize(_out_in_fp8(saved[0], config), by.o, q.dtype) if config.fp8_backward else saved[0]
+    return out, _Saved(with_names(operands, QUANTIZED), *saved, metas)
+
+
+def _out_in_fp8(bits: jax.Array, config: _Config) -> jax.Array:
+    return lax.bitcast_convert_type(bits, config.recipe.fp8_format.dtype("fwd"))
 
 
 def _attention_fp8_bwd(config, saved: _Saved, dout):
@@ -197,7 +203,8 @@ def _fp8_grads(config, saved: _Saved, dout):
     by, dtype = _scales(saved.metas), config.recipe.fp8_format.dtype("bwd")
     data, do_amax = _store(dout, saved.metas.do, by.do, dtype, config)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
-    *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, saved.out, saved.lse, scales, **config.attrs)
+    out = _out_in_fp8(saved.out, config)
+    *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *saved.operands, out, saved.lse, scales, **config.attrs)
     grads = (_dequantize(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))
     return grads, (do_amax, dq, dk, dv, dp)
 

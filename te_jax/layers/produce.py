@@ -20,7 +20,7 @@ from te_jax.ops.formats import format_of, invert, transpose
 from te_jax.ops.quantize.array import array_source
 from te_jax.ops.quantize.stacked import stacked_source
 from te_jax.ops.source import Source
-from te_jax.sharding.constraints import constrain_to_spec
+from te_jax.sharding.constraints import constrain_to_spec, gather_over
 from te_jax.state import fp8
 
 
@@ -91,13 +91,27 @@ def quantize_weight(
     weight: jax.Array | Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config
 ) -> Fp8Tensor:
     """weight [*C, *F] as its GEMMs read it. An Fp8Tensor that has data was quantized before."""
-    if isinstance(weight, Fp8Tensor):
-        if weight.data is not None or weight.data_t is not None:
-            return weight.read(uses, config.contract, format_of(config.recipe, "kernel"))
+    form, held = format_of(config.recipe, "kernel"), isinstance(weight, Fp8Tensor)
+    one_crosses = config.kept_along is not None and uses.data and uses.data_t
+    if held and weight.data is None and weight.data_t is None:
         return quantize_weight(weight.wide, meta, uses, config)._replace(onto=weight.onto)
-    q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, uses, config.weight), config)
-    # What only fprop reads is not named, nor the array itself, which is kept anyway.
-    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
+    if held and not one_crosses:
+        return weight.read(uses, config.contract, form)
+    q = weight
+    if not held:
+        written = uses._replace(data_t=False) if one_crosses else uses
+        q, _ = quantize_tensor(weight, config.contract, Role("kernel", meta, written, config.weight), config)
+    if one_crosses:
+        q = _gather_one_layout(q, config.kept_along).read(uses, config.contract, form)
+    return tag_weight(q, config)
+
+
+def _gather_one_layout(q: Fp8Tensor, along: str) -> Fp8Tensor:
+    """A weight with one of its layouts, whole along the mesh axis `along`."""
+    if q.data is not None:
+        q = q._replace(data_t=None, scale_inv_t=None)
+    crossing = {name: getattr(q, name) for name in ("data", "data_t", "scale_inv", "scale_inv_t")}
+    return q._replace(**{name: gather_over(a, along) for name, a in crossing.items() if a is not None and a.ndim})
 
 
 def quantize_stacked(
@@ -107,12 +121,14 @@ def quantize_stacked(
     config: Config,
     stack: int = 1,
     second: jax.Array | None = None,
+    named: bool = True,
 ) -> Fp8Tensor:
     """weight [*E, *C, *F], with `stack` axes in E, as GEMMs read each: the weights of experts, or of layers. Each entry
     of E has blocks, or one scale, of its own.
 
     second: an array of the shape and type of `weight`, as a gated activation has. The tensor is then [*E, *C, 2, *F];
             an unquantized array of that shape is made only where a GEMM reads it.
+    named:  False where the layout that fprop reads is still to be made of the one for dgrad, as `tag_weight` says.
     """
     role, q = Role("kernel", meta, uses, config.weight), Fp8Tensor()
     source = stacked_source(weight, second, stack, config.contract)
@@ -121,7 +137,7 @@ def quantize_stacked(
     if q.scale_inv is not None and not q.scale_inv.ndim:  # one scale for all, such as a recipe's constant
         q = q._replace(scale_inv=jnp.broadcast_to(q.scale_inv, source.scales))
     q = q._replace(wide=source.elements() if uses.wide else None)
-    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide"))
+    return tag_weight(q, config) if named else q
 
 
 def quantize_grad(
@@ -152,6 +168,16 @@ def _gather(a, config: Config):
     if config.spec is None:
         return constrain_to_spec(a, config.grad_spec)
     return a if config.grad_spec is None else jax.sharding.reshard(a, config.grad_spec)
+
+
+def tag_weight(q: Fp8Tensor, config: Config) -> Fp8Tensor:
+    """A weight in both layouts, named for `jax.checkpoint` policies, but for what only fprop reads, and for the array
+    itself, which is kept anyway.
+
+    fprop's layout must not be made of the named one: jax rounds floats that a policy keeps and the forward pass reads
+    to the width of their type, by which E4M3 above 240 becomes NaN.
+    """
+    return tag(q, KERNEL, config, leave=("data_t", "scale_inv_t", "wide", "onto"))
 
 
 def tag(q: Fp8Tensor, name: str, config: Config, leave: tuple[str, ...] = ()) -> Fp8Tensor:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import PartitionSpec
+from jax.sharding import AxisType, PartitionSpec
 
 from te_jax.core.check import NONE, Kind, check, warn
 from te_jax.core.placement import mesh_axes
@@ -74,6 +74,16 @@ def split_axis(x: jax.Array, at: int, names: tuple[str, ...]) -> jax.Array:
     spec = [PartitionSpec.UNCONSTRAINED] * x.ndim
     spec[at] = names or None
     return jax.lax.with_sharding_constraint(x, PartitionSpec(*spec))
+
+
+def gather_over(x: jax.Array, name: str) -> jax.Array:
+    """x whole along the mesh axis `name` of the mesh in force, and split over others as it was."""
+    split, mesh = entries(jax.typeof(x)), jax.sharding.get_abstract_mesh()
+    if dict(zip(mesh.axis_names, mesh.axis_types))[name] == AxisType.Explicit:
+        left = spec_of([tuple(n for n in names if n != name) for names in split])
+        return jax.sharding.reshard(x, left)
+    # A constraint of one Auto axis, which leaves the others to the partitioner: no PartitionSpec says so by itself.
+    return jax.sharding.explicit_axes(lambda x: x, axes=name, in_sharding=spec_of(split))(x)
 
 
 def split_over(x: jax.Array, axis: int) -> tuple[tuple[str, ...], int]:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, AxisType
 from jax.typing import DTypeLike
 
-from te_jax.core.check import NONE, STRING, Kind, KnownFields, check, integer, is_dtype
+from te_jax.core.check import BOOL, NONE, STRING, Kind, KnownFields, check, integer, is_dtype
 from te_jax.core.scope import Scope
 
 _SUMMED_IN = NONE | Kind("jnp.bfloat16", is_dtype, lambda dtype: jnp.dtype(dtype) == jnp.bfloat16)
@@ -38,9 +38,16 @@ class MeshResource(KnownFields):
                    (said once), products out of FP8, projections behind no norm of their own, sequences that cp_resource
                    divides, too, and inside a `jax.shard_map`. The rows of the batch that a device has are the number
                    that copies least.
+    keep_gathered_weights: Whether dense layers under a recipe keep what fprop gathers of a weight over fsdp_resource
+                   until dgrad reads it: one all-gather of FP8 instead of two, with the same numbers. From a layer's
+                   forward pass to its backward pass each device holds a byte of each number of its weights, instead
+                   of a byte of each number of its part. `jax.checkpoint` gathers again, unless its policy saves
+                   `te_jax.checkpoint_policies.KERNEL`. As without it are weights in MXFP8, whose layouts have scales
+                   of their own (said once), products out of FP8, weights of experts, the head's loss, and a layer
+                   inside a `jax.shard_map` over fsdp_resource.
 
-    Raises TypeError for a field of another type, ValueError for an axis that two other fields name, for another dtype
-    for pieces below 1, and for several without tpsp_resource.
+    Raises TypeError for a field of another type, ValueError for an axis that two other fields name, for another dtype,
+    for pieces below 1, for several without tpsp_resource, and for keep_gathered_weights without fsdp_resource.
     """
 
     dp_resource: str | None = None
@@ -52,6 +59,7 @@ class MeshResource(KnownFields):
     ep_resource: str | None = None
     gradient_dtype: DTypeLike | None = None
     tpsp_pieces: int = 1
+    keep_gathered_weights: bool = False
 
     def __post_init__(self) -> None:
         check("MeshResource", "gradient_dtype", self.gradient_dtype, _SUMMED_IN)
@@ -60,6 +68,12 @@ class MeshResource(KnownFields):
             raise ValueError(
                 f"MeshResource: tpsp_pieces is {self.tpsp_pieces}, but tpsp_resource None: no tokens cross; name the "
                 "mesh axis of sequence parallelism, or leave tpsp_pieces out."
+            )
+        check("MeshResource", "keep_gathered_weights", self.keep_gathered_weights, BOOL)
+        if self.keep_gathered_weights and self.fsdp_resource is None:
+            raise ValueError(
+                "MeshResource: keep_gathered_weights is True, but fsdp_resource None: no weights are gathered; name "
+                "the mesh axis of fully sharded data parallelism, or leave keep_gathered_weights out."
             )
         if self.gradient_dtype is not None:  # One value, and one hash, for each of a dtype's names.
             object.__setattr__(self, "gradient_dtype", jnp.dtype(self.gradient_dtype))

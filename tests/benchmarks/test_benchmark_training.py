@@ -50,6 +50,8 @@ def test_rows():
     impls = lambda place: {case.impl for case in cases if f" {place} step" in case.name}
     cast = {impl + training.IN_BF16 for impl in meshes.IMPLS if "fp8" in impl}
     assert impls(f"dp={COUNT}") == impls("fsdp=1") == set(meshes.IMPLS) | cast
+    gathered = {impl + training.ONE_GATHER for impl in meshes.IMPLS if "fp8" in impl}
+    assert impls("fsdp=8") == impls("fsdp=1") | gathered
     assert impls(f"tp={COUNT}") == set(meshes.IMPLS) == impls(f"cp={COUNT}") | {"flax bf16"}
 
 

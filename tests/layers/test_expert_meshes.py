@@ -159,6 +159,24 @@ def test_kernels_cross_in_fp8(kind, name, rng):
     assert sorted((c.dtype, c.bytes) for c in gathered) == [("f8e4m3fn", held), ("f8e4m3fn", 2 * held)], gathered
 
 
+def test_kernels_that_a_policy_keeps(rng):
+    """What fsdp divides is named where it lies in FP8, and read by both passes: numbers up to 448, which jax's rounding
+    of what a policy keeps would make NaN."""
+    mesh, how = jax.make_mesh((2, 2), ("fsdp", "ep"), axis_types=(AxisType.Explicit,) * 2), RECIPES["current"]
+    put = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+    policy = checkpoint_policies.save(checkpoint_policies.KERNEL)
+
+    def losses(x, w):
+        run = lambda x, w: moe(x, *w, options=MoEOptions(RouterOptions(2)), recipe=how)[0]
+        return [jnp.sum(f(x, w) ** 2) for f in (run, jax.checkpoint(run, policy=policy))]
+
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(fsdp_resource="fsdp", ep_resource="ep")):
+        args = put(normal(rng, B, S, H), P(("fsdp", "ep"))), jax.tree.map(put, weights(rng), spec_of_weights("fsdp"))
+        want, got = (jax.grad(lambda *args, i=i: losses(*args)[i], (0, 1)) for i in range(2))
+        want, got = jax.jit(lambda *args: (want(*args), got(*args)))(*args)
+    close(got, want)
+
+
 # -- weights with more than an array ---------------------------------------------------------------------------------
 
 

@@ -269,6 +269,18 @@ def test_remat_runs_the_kernel_once(rng):
     assert kernels(None) == 2
 
 
+@pytest.mark.parametrize("backward,sizes", [("fp8", SERVED_BACKWARD), ("bf16", SMALL)])
+def test_numbers_that_a_policy_keeps(backward, sizes, rng):
+    """Up to 448, the largest of E4M3, where jax's rounding of what a policy keeps ends at 240."""
+    arrays, state = data(rng, sizes), fresh(dict.fromkeys(TENSORS, 100.0))
+    policy = checkpoint_policies.save(checkpoint_policies.QUANTIZED, checkpoint_policies.ATTENTION)
+    kept = lambda *x, recipe, backward: jax.checkpoint(partial(attend, backward=backward), policy=policy)(*x)
+    got, want = (step(*arrays, state, attend=each, backward=backward) for each in (kept, attend))
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert np.isfinite(np.float32(a)).all()
+        np.testing.assert_array_equal(a, b)
+
+
 def assert_same(got, want):
     """Of sums in another order: the bits of f32 differ, and with them now and then those of bf16 or FP8 (2**-3)."""
     for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):

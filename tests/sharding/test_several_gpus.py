@@ -34,6 +34,7 @@ B, S, H, F, HEADS, GROUPS = 8, 512, 1024, 4096, 16, 8
 ROLES = {  # of the one mesh axis of all GPUs -> the MeshResource, and where the activations' batch and sequence lie
     "dp": (te.MeshResource(dp_resource="all"), P("all")),
     "fsdp": (te.MeshResource(fsdp_resource="all"), P("all")),
+    "fsdp, one gather": (te.MeshResource(fsdp_resource="all", keep_gathered_weights=True), P("all")),
     "tp": (te.MeshResource(tp_resource="all"), P()),
     "tp-sp": (te.MeshResource(tpsp_resource="all"), P(None, "all")),
     "tp-sp in pieces": (te.MeshResource(tpsp_resource="all", tpsp_pieces=2), P(None, "all")),

@@ -24,7 +24,8 @@ def mesh(sizes=(4, 2), names=("data", "model"), kind=AxisType.Auto):
 
 
 def test_mesh_resource_is_a_frozen_value():
-    assert [field.name for field in dataclasses.fields(MeshResource)] == [*FIELDS, "gradient_dtype", "tpsp_pieces"]
+    others = ["gradient_dtype", "tpsp_pieces", "keep_gathered_weights"]
+    assert [field.name for field in dataclasses.fields(MeshResource)] == FIELDS + others
     assert list(MeshResource().axes) == FIELDS
     assert MeshResource() == MeshResource(None, None) and hash(MeshResource("data")) == hash(MeshResource("data"))
     assert sharding.ShardingResource("data", "model") == MeshResource(dp_resource="data", tp_resource="model")

@@ -10,7 +10,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxprs import equations
-from sharded import KINDS, RECIPE, SMALL, on_mesh
+from sharded import KINDS, RECIPE, SMALL, check_same_bits, on_mesh
 
 import te_jax as te
 import te_jax.flax as te_flax
@@ -23,11 +23,6 @@ from te_jax.sharding import collectives
 pytestmark = pytest.mark.usefixtures("on_host")
 
 
-def check_same_bits(got, want):
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
-        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
-
-
 def counts(found, least: int) -> dict:
     """{(kind, type): (number, bytes)} of what crosses tp."""
     return {key[:2]: row for key, row in collectives.table(found, least).items() if key[2] == "tp"}
@@ -37,7 +32,7 @@ def counts(found, least: int) -> dict:
 def test_bits_and_bytes(kind, pieces):
     """A device has two rows of the batch: two pieces are rows, four are parts of the sequence."""
     where = "layer", "dp-fsdp-tp-sp", kind, RECIPE, jnp.bfloat16
-    (got, found), (want, before) = on_mesh(*where, pieces=pieces), on_mesh(*where)
+    (got, found), (want, before) = on_mesh(*where, tpsp_pieces=pieces), on_mesh(*where)
     check_same_bits(got, want)
     due, whole = counts(before, SMALL), {("all-gather", "f8e4m3fn"): 2}  # x for wgrad
     cut = {key: (pieces * (n - whole.get(key, 0)) + whole.get(key, 0), size) for key, (n, size) in due.items()}

@@ -92,9 +92,9 @@ def on_one_device(what, recipe, dtype, fields=()):
 
 
 @functools.cache
-def on_mesh(what, name, kind, recipe, dtype, fields=(), pieces=1):
-    """(loss and gradients, collectives) on the mesh `name`, gradients sharded as what they belong to. pieces: of
-    tokens."""
+def on_mesh(what, name, kind, recipe, dtype, fields=(), **asked):
+    """(loss and gradients, collectives) on the mesh `name`, gradients sharded as what they belong to. asked: of
+    the MeshResource, besides axes."""
     params, others, _ = on_one_device(what, recipe, dtype, fields)
     module, sizes = module_of(what, name.endswith("sp"), dtype=dtype, **dict(fields)), MESHES[name]
     mesh = jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(KINDS[kind],) * len(sizes))
@@ -102,7 +102,7 @@ def on_mesh(what, name, kind, recipe, dtype, fields=(), pieces=1):
     spec = P(batch or None, "tp" if name.endswith("sp") else None)
     arrays = [data(dtype, seed) for seed in (0, 1)]
     with te.autocast(recipe is not None, recipe):
-        roles = dataclasses.replace(resource(name), tpsp_pieces=pieces)
+        roles = dataclasses.replace(resource(name), **asked)
         return run_on(mesh, roles, module, params, others, arrays, spec)
 
 
@@ -175,6 +175,11 @@ def check_equal(got, want, bound):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
         assert a.shape == b.shape and a.dtype == b.dtype
         assert relative_error(a, b) < bound, (jax.tree_util.keystr(path), relative_error(a, b))
+
+
+def check_same_bits(got, want):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(want), strict=True):
+        np.testing.assert_array_equal(a, b, err_msg=jax.tree_util.keystr(path))
 
 
 def check_state(got, want):

@@ -85,11 +85,12 @@ def _quantize_before_gather(parts: Parts, meta: fp8.TensorMeta | None, has_slots
     transposable = uses.data and not uses.wide and (form.square or not form.block)
     if not transposable or parts[0].data_t is not None or not _is_divided_further(arrays_of(parts)[0], run.placement):
         return parts
-    config = Config(run.recipe, 1, None, jax.typeof(arrays_of(parts)[0]), checkpoint=run.checkpoint)
+    config = Config(run.recipe, 1, None, jax.typeof(arrays_of(parts)[0]))
 
     def quantized(part: Fp8Tensor) -> Fp8Tensor:
         arrays = lax.stop_gradient(Fp8Tensor(wide=part.wide))
-        made = quantize_part(arrays, lax.stop_gradient(meta), uses._replace(data_t=False), config, has_slots)
+        one = uses._replace(data_t=False)
+        made = quantize_part(arrays, lax.stop_gradient(meta), one, config, has_slots, crosses=True)
         return made._replace(wide=part.wide, onto=part.onto)
 
     return tuple(map(quantized, parts))

@@ -18,7 +18,7 @@ from te_jax.core.arrays import as_jax
 from te_jax.core.check import BOOL, check
 from te_jax.core.derivatives import custom_vjp
 from te_jax.layers.config import Config
-from te_jax.layers.produce import quantize_stacked
+from te_jax.layers.produce import quantize_stacked, tag_weight
 from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, Uses
 from te_jax.layers.vjp import accumulator_cotangent, has_gradient
 from te_jax.layers.weight import QuantizedKernel, resolve_weight
@@ -132,19 +132,23 @@ def any_gradient(parts: Parts) -> bool:
 
 
 def quantize_part(
-    part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config, has_slots: bool
+    part: Fp8Tensor, meta: fp8.TensorMeta | None, uses: Uses, config: Config, has_slots: bool, crosses: bool = False
 ) -> Fp8Tensor:
-    """A part as its GEMMs read it: data [E, K, A, N], data_t [E, A, N, K]; without the axis A unless `has_slots`."""
+    """A part as its GEMMs read it: data [E, K, A, N], data_t [E, A, N, K]; without the axis A unless `has_slots`.
+
+    crosses: whether data is to cross devices, behind which another call makes data_t of it. That one names it.
+    """
     array = lambda: jnp.stack(part.wide, 2) if has_slots else part.wide[0]
     if part.data is None and part.data_t is None:
         weight, second = part.wide if has_slots and len(part.wide) == 2 else (array(), None)
-        return quantize_stacked(weight, meta, uses, config, second=second)._replace(onto=part.onto)
-    q = part._replace(wide=None, amax=None, onto=None)
+        return quantize_stacked(weight, meta, uses, config, second=second, named=not crosses)._replace(onto=part.onto)
+    q, crossed = part._replace(wide=None, amax=None, onto=None), part.data is not None and part.data_t is None
     one_slot = has_slots and (part.data_t if part.data is None else part.data).ndim == 3
     form = format_of(config.recipe, "kernel")
     q = jax.vmap(lambda each: each.read(uses, 1, form))(q)
     q = _with_slot(q, form) if one_slot else q
-    return q._replace(wide=array() if uses.wide else None, amax=part.amax, onto=part.onto)
+    q = q._replace(wide=array() if uses.wide else None, amax=part.amax, onto=part.onto)
+    return tag_weight(q, config) if crossed else q
 
 
 def _with_slot(q: Fp8Tensor, form: ScaleFormat) -> Fp8Tensor:
