@@ -15,6 +15,7 @@ import te_jax.flax as te_flax
 from te_jax.core.check import BOOL, FUNCTION, INTEGERS, NONE, Kind, check
 from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._common import parameter
+from te_jax.flax._context import Context
 from te_jax.flax._fields import Module
 from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
@@ -180,6 +181,26 @@ def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
     return SequenceDescriptor.from_seqlens(lengths)
 
 
+class Rows(NamedTuple):
+    """The tokens of a call. What stands in padding is not read: a number that is no token is NaN, and so is 0 times it
+    in attention."""
+
+    tokens: jax.Array  # int[b, s], 0 in padding
+    is_token: jax.Array | None = None  # bool[b, s]; None: there is no padding
+    positions: jax.Array | None = None  # int[b, s] or [s], within their texts; None: 0, 1, ...
+    whole: int = 0  # the tokens of a row on all devices; 0: texts share rows
+
+    def of_tokens(self, values: jax.Array) -> jax.Array:
+        """int[b, s], 0 in padding."""
+        return values if self.is_token is None else jnp.where(self.is_token, values, 0)
+
+
+def _placed_as(tokens: jax.Array, is_token: jax.Array) -> jax.Array:
+    """is_token, on Explicit axes placed as the tokens are."""
+    spec = explicit_spec(jax.typeof(tokens))
+    return is_token if spec is None else jax.sharding.reshard(is_token, spec)
+
+
 OF_IMAGES = ("image_size", "patch_size", "image_channels", "pooling_head", "class_token", "num_labels")
 _KINDS_OF_MODEL = {
     "config": Kind("a te_jax.models.ModelConfig", lambda config: isinstance(config, ModelConfig)),
@@ -199,13 +220,17 @@ def reads_its_config(model: Any) -> str | None:
     for field in dataclasses.fields(ModelConfig):
         value = getattr(model.config, field.name)
         if field.name in model.unread and value != field.default:
-            return f"config.{field.name} is {value!r}, which a {type(model).__name__} does not read; leave it out"
+            name = type(model).__name__
+            article = "an" if name[0] in "AEIOU" else "a"
+            return f"config.{field.name} is {value!r}, which {article} {name} does not read; leave it out"
 
 
 class Model(Module):
     """What the models share.
 
     A token, position or token type that a table has no row for gives NaN, as in Flax's `nn.Embed`; -1 is the last row.
+    What stands in padding, by `lengths`, is not read. Learned positions follow the tokens of a sequence that devices
+    share, whose order the layers' fields `context_parallel_*` say.
 
     config:       the architecture.
     dtype:        of activations.
@@ -236,30 +261,61 @@ class Model(Module):
         return dict(dtype=self.dtype, params_dtype=self.params_dtype)
 
     transpose_batch_sequence = False
+    # The order of tokens is one for all layers.
+    context_parallel_axis = property(lambda self: self._of_layers("context_parallel_axis"))
+    context_parallel_strategy = property(lambda self: self._of_layers("context_parallel_strategy"))
+    context_parallel_causal_load_balanced = property(
+        lambda self: self._of_layers("context_parallel_causal_load_balanced")
+    )
+
+    def _of_layers(self, name: str) -> Any:
+        """A field of the first layer that has it, or its default."""
+        layers = map(self.config.fields_of_layer, range(self.config.num_layers))
+        return next((fields[name] for fields in layers if name in fields), getattr(te_flax.TransformerLayer, name))
 
     def _table(self, name: str, rows: int, split_rows: bool = False) -> jax.Array:
         axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
         return parameter(self, name, TABLE_INIT, axes, (rows, self.config.hidden_size))
 
-    def _embed(self, embedding, tokens, positions=None, token_types=None, lengths=None) -> jax.Array:
-        """tokens int[b, s] -> [b, s, H] of `dtype`, NaN for a token, position or type that the tables lack. lengths: of
-        the model; texts that share a row begin at 0 each."""
-        c = self.config
+    def _rows(self, tokens: jax.Array, lengths: Any, decode: bool = False) -> "Rows":
+        """The tokens int[b, s] of a call, whose `lengths` are as `mask_of_lengths` takes them."""
+        check(type(self).__name__, "tokens", tokens, INTEGERS)
+        if tokens.ndim != 2:
+            raise ValueError(f"{type(self).__name__}: tokens has the shape {tokens.shape}; pass [b, s].")
+        described = mask_of_lengths(lengths)
+        if described is None and self.config.max_positions is None:
+            return Rows(tokens)
+        s = tokens.shape[1]
+        context = None if decode else Context.of(self)
+        whole = s if context is None else context.whole(s)
+        positions = None if context is None else context.positions(s, 0, described)
+        if described is None:
+            return Rows(tokens, None, positions, whole)
+        described.check(type(self).__name__, tokens.shape[:1], whole, whole)
+        (ids, within), _ = described.tokens(whole, whole)
+        is_token = _placed_as(tokens, (ids if context is None else context.own(ids, s)) != 0)
+        if context is None and not described.starts_at_zero:
+            positions = within
+        ends = whole if described.starts_at_zero else 0  # segments of packed rows are shorter
+        return Rows(jnp.where(is_token, tokens, 0), is_token, positions, ends)
+
+    def _embed(self, embedding, rows: "Rows", positions=None, token_types=None) -> jax.Array:
+        """[b, s, H] of `dtype`, NaN for a token, position or type that the tables lack."""
+        c, tokens = self.config, rows.tokens
         x = look_up(self, embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
         if c.max_positions is not None:
             learned = self._table("positions", c.max_positions)
-            if positions is None and isinstance(lengths, SequenceDescriptor) and not lengths.starts_at_zero:
-                (_, positions), _ = lengths.tokens(tokens.shape[1], tokens.shape[1])
-            if positions is None and tokens.shape[1] > c.max_positions:
+            if positions is None and rows.whole > c.max_positions:
                 raise ValueError(
-                    f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
+                    f"{type(self).__name__}: {rows.whole} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            x = x + (gather_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+            at = rows.positions if positions is None else rows.of_tokens(positions)
+            x = x + (gather_whole(learned)[: tokens.shape[1]] if at is None else _look_up(learned, at))
         if c.token_types:
-            kinds = jnp.zeros_like(tokens) if token_types is None else token_types
+            kinds = jnp.zeros_like(tokens) if token_types is None else rows.of_tokens(token_types)
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
         x = constrain(x.astype(self.dtype), (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
         return self._norm("embedding_norm", x) if c.embedding_norm else x
@@ -417,7 +473,6 @@ def _look_up(table, indices):
 
 def look_up(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """The rows of table [n, H] of the tokens, NaN for one that has none."""
-    check(type(model).__name__, "tokens", tokens, INTEGERS)
     return (_look_up_by_product if model.embed_by_product else _look_up)(table, tokens)
 
 

@@ -321,11 +321,15 @@ def test_encoder_decoder(tokens):
     words, z, loss = run(variables, tokens, tokens)
     np.testing.assert_array_equal(jnp.argmax(z, -1), words)
     assert loss.shape == (B, S) and jnp.all(loss > 0)
-    other = tokens.at[1, 3:].add(1) % V
-    for a, b in zip(run(variables, tokens, other), (words, z, loss)):
+    for a, b in zip(run(variables, tokens, tokens.at[1, 3:].set(V)), (words, z, loss)):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="both given, or neither"):
         model.apply(variables, tokens)
+    with pytest.raises(ValueError, match="at is given without tokens"):
+        model.apply(variables, inputs=tokens, at=lengths)
+    for more in (dict(max_positions=S), dict(embedding_norm=True)):
+        with pytest.raises(ValueError, match="config.*, which an EncoderDecoder does not read"):
+            EncoderDecoder(replace(config, **more)).apply(variables, tokens, inputs=tokens)
 
 
 def test_encoder(tokens):
@@ -341,11 +345,16 @@ def test_encoder(tokens):
     run = jit(run)
     z, hidden, loss = run(variables, tokens)
     assert hidden.shape == (B, S, 16)
-    np.testing.assert_array_equal(run(variables, tokens.at[1, 3:].add(1) % V)[2], loss)
+    np.testing.assert_array_equal(run(variables, tokens.at[1, 3:].set(V))[2], loss)
     each = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, tokens[..., None], -1)[..., 0]
     np.testing.assert_allclose(loss, jnp.sum(jnp.where(labels >= 0, each, 0)) / jnp.sum(lengths), rtol=2.0**-18)
-    of_hidden = jax.eval_shape(functools.partial(model.init, hidden=True), KEY, tokens)["params"]
+    plain = replace(model.config, layer={"num_attention_heads": 2, "mlp_hidden_size": 16})  # gelu is the default
+    of_hidden = jax.eval_shape(functools.partial(model.clone(config=plain).init, hidden=True), KEY, tokens)["params"]
     assert variables["params"]["head_bias"].shape == nn.unbox(of_hidden["head_bias"]).shape == (V,)
+    with pytest.raises(TypeError, match="EncoderLM: hidden is 'no'; pass True or False"):
+        model.apply(variables, tokens, hidden="no")
+    with pytest.raises(ValueError, match="EncoderLM: token_types are given, but config.token_types is 0"):
+        model.clone(config=replace(plain, token_types=0)).apply(variables, tokens, token_types=tokens)
 
 
 def test_sampling(rng):
