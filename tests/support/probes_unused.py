@@ -14,12 +14,6 @@ UNUSED = [
     (MLP, dict(low_rank_adaptation_dim=5), W, "dim is 5, but enable_low_rank_adaptation adapts nothing; set it, or"),
     (TRANSFORMER, dict(low_rank_adaptation_alpha=2.0), W, "alpha is 2.0, but low_rank_adaptation_scope adapts nothing"),
     (MHA, dict(low_rank_adaptation_scope="mlp"), W, "low_rank_adaptation_scope is 'mlp', but this module has no MLP"),
-    (
-        TRANSFORMER,
-        dict(moe=dict(layernorm_type="rmsnorm"), mlp_layernorm=False),
-        W,
-        "`moe`: layernorm_type is 'rmsnorm'",
-    ),
     (MOE, dict(layernorm_type="rmsnorm"), W, "layernorm_type is 'rmsnorm', but enable_layernorm is False; set it, or"),
 ]
 
