@@ -181,7 +181,7 @@ def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
     return SequenceDescriptor.from_seqlens(lengths)
 
 
-class Rows(NamedTuple):
+class TokenRows(NamedTuple):
     """The tokens of a call. What stands in padding is not read: a number that is no token is NaN, and so is 0 times it
     in attention."""
 
@@ -277,29 +277,29 @@ class Model(Module):
         axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
         return parameter(self, name, TABLE_INIT, axes, (rows, self.config.hidden_size))
 
-    def _rows(self, tokens: jax.Array, lengths: Any, decode: bool = False) -> "Rows":
+    def _rows(self, tokens: jax.Array, lengths: Any, decode: bool = False) -> "TokenRows":
         """The tokens int[b, s] of a call, whose `lengths` are as `mask_of_lengths` takes them."""
         check(type(self).__name__, "tokens", tokens, INTEGERS)
         if tokens.ndim != 2:
             raise ValueError(f"{type(self).__name__}: tokens has the shape {tokens.shape}; pass [b, s].")
         described = mask_of_lengths(lengths)
         if described is None and self.config.max_positions is None:
-            return Rows(tokens)
+            return TokenRows(tokens)
         s = tokens.shape[1]
         context = None if decode else Context.of(self)
         whole = s if context is None else context.whole(s)
         positions = None if context is None else context.positions(s, 0, described)
         if described is None:
-            return Rows(tokens, None, positions, whole)
+            return TokenRows(tokens, None, positions, whole)
         described.check(type(self).__name__, tokens.shape[:1], whole, whole)
         (ids, within), _ = described.tokens(whole, whole)
         is_token = _placed_as(tokens, (ids if context is None else context.own(ids, s)) != 0)
         if context is None and not described.starts_at_zero:
             positions = within
         ends = whole if described.starts_at_zero else 0  # segments of packed rows are shorter
-        return Rows(jnp.where(is_token, tokens, 0), is_token, positions, ends)
+        return TokenRows(jnp.where(is_token, tokens, 0), is_token, positions, ends)
 
-    def _embed(self, embedding, rows: "Rows", positions=None, token_types=None) -> jax.Array:
+    def _embed(self, embedding, rows: "TokenRows", positions=None, token_types=None) -> jax.Array:
         """[b, s, H] of `dtype`, NaN for a token, position or type that the tables lack."""
         c, tokens = self.config, rows.tokens
         x = look_up(self, embedding, tokens)
