@@ -15,13 +15,12 @@ import te_jax.flax as te_flax
 from te_jax.core.check import BOOL, FUNCTION, INTEGERS, NONE, Kind, check
 from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._common import parameter
-from te_jax.flax._context import Context
 from te_jax.flax._fields import Module
 from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.models.config import ModelConfig
-from te_jax.ops.attention import SequenceDescriptor
+from te_jax.models.rows import TokenRows, mask_of_lengths, token_rows
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.sharding.constraints import explicit_spec
@@ -174,33 +173,6 @@ def _biases_of(table):
     return biases
 
 
-def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
-    """The mask of rows of which `lengths` i32[b] tokens are no padding; a SequenceDescriptor as it is."""
-    if lengths is None or isinstance(lengths, SequenceDescriptor):
-        return lengths
-    return SequenceDescriptor.from_seqlens(lengths)
-
-
-class TokenRows(NamedTuple):
-    """The tokens of a call. What stands in padding is not read: a number that is no token is NaN, and so is 0 times it
-    in attention."""
-
-    tokens: jax.Array  # int[b, s], 0 in padding
-    is_token: jax.Array | None = None  # bool[b, s]; None: there is no padding
-    positions: jax.Array | None = None  # int[b, s] or [s], within their texts; None: 0, 1, ...
-    whole: int = 0  # the tokens of a row on all devices; 0: texts share rows
-
-    def of_tokens(self, values: jax.Array) -> jax.Array:
-        """int[b, s], 0 in padding."""
-        return values if self.is_token is None else jnp.where(self.is_token, values, 0)
-
-
-def _placed_as(tokens: jax.Array, is_token: jax.Array) -> jax.Array:
-    """is_token, on Explicit axes placed as the tokens are."""
-    spec = explicit_spec(jax.typeof(tokens))
-    return is_token if spec is None else jax.sharding.reshard(is_token, spec)
-
-
 OF_IMAGES = ("image_size", "patch_size", "image_channels", "pooling_head", "class_token", "num_labels")
 _KINDS_OF_MODEL = {
     "config": Kind("a te_jax.models.ModelConfig", lambda config: isinstance(config, ModelConfig)),
@@ -261,12 +233,19 @@ class Model(Module):
         return dict(dtype=self.dtype, params_dtype=self.params_dtype)
 
     transpose_batch_sequence = False
-    # The order of tokens is one for all layers.
-    context_parallel_axis = property(lambda self: self._of_layers("context_parallel_axis"))
-    context_parallel_strategy = property(lambda self: self._of_layers("context_parallel_strategy"))
-    context_parallel_causal_load_balanced = property(
-        lambda self: self._of_layers("context_parallel_causal_load_balanced")
-    )
+
+    @property
+    def context_parallel_axis(self) -> str | None:
+        """The order of tokens is one for all layers."""
+        return self._of_layers("context_parallel_axis")
+
+    @property
+    def context_parallel_strategy(self) -> str:
+        return self._of_layers("context_parallel_strategy")
+
+    @property
+    def context_parallel_causal_load_balanced(self) -> bool:
+        return self._of_layers("context_parallel_causal_load_balanced")
 
     def _of_layers(self, name: str) -> Any:
         """A field of the first layer that has it, or its default."""
@@ -277,29 +256,10 @@ class Model(Module):
         axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
         return parameter(self, name, TABLE_INIT, axes, (rows, self.config.hidden_size))
 
-    def _rows(self, tokens: jax.Array, lengths: Any, decode: bool = False) -> "TokenRows":
-        """The tokens int[b, s] of a call, whose `lengths` are as `mask_of_lengths` takes them."""
-        check(type(self).__name__, "tokens", tokens, INTEGERS)
-        if tokens.ndim != 2:
-            raise ValueError(f"{type(self).__name__}: tokens has the shape {tokens.shape}; pass [b, s].")
-        described = mask_of_lengths(lengths)
-        if described is None and self.config.max_positions is None:
-            return TokenRows(tokens)
-        s = tokens.shape[1]
-        context = None if decode else Context.of(self)
-        whole = s if context is None else context.whole(s)
-        positions = None if context is None else context.positions(s, 0, described)
-        if described is None:
-            return TokenRows(tokens, None, positions, whole)
-        described.check(type(self).__name__, tokens.shape[:1], whole, whole)
-        (ids, within), _ = described.tokens(whole, whole)
-        is_token = _placed_as(tokens, (ids if context is None else context.own(ids, s)) != 0)
-        if context is None and not described.starts_at_zero:
-            positions = within
-        ends = whole if described.starts_at_zero else 0  # segments of packed rows are shorter
-        return TokenRows(jnp.where(is_token, tokens, 0), is_token, positions, ends)
+    def _rows(self, tokens: jax.Array, lengths: Any, decode: bool = False) -> TokenRows:
+        return token_rows(self, tokens, lengths, counts=self.config.max_positions is not None, decode=decode)
 
-    def _embed(self, embedding, rows: "TokenRows", positions=None, token_types=None) -> jax.Array:
+    def _embed(self, embedding, rows: TokenRows, positions=None, token_types=None) -> jax.Array:
         """[b, s, H] of `dtype`, NaN for a token, position or type that the tables lack."""
         c, tokens = self.config, rows.tokens
         x = look_up(self, embedding, tokens)
