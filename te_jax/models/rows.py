@@ -7,9 +7,10 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.core.check import INTEGERS, check
+from te_jax.core.types import on_explicit_mesh, splittable_axes
 from te_jax.flax._context import Context
 from te_jax.ops.attention import SequenceDescriptor
-from te_jax.sharding.constraints import explicit_spec
+from te_jax.sharding.constraints import entries, explicit_spec, split_axis
 
 
 def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
@@ -64,3 +65,14 @@ def _placed_as(tokens: jax.Array, is_token: jax.Array) -> jax.Array:
     """is_token, on Explicit axes placed as the tokens are."""
     spec = explicit_spec(jax.typeof(tokens))
     return is_token if spec is None else jax.sharding.reshard(is_token, spec)
+
+
+def cut_by_context(model: nn.Module, x: jax.Array) -> jax.Array:
+    """x [b, s, H], on Explicit axes with the tokens cut along the axis of context parallelism, as attention gives them:
+    a loop over layers has one type."""
+    aval = jax.typeof(x)
+    context = Context.of(model) if on_explicit_mesh(aval) else None
+    if context is None or x.shape[1] % context.size or context.axis not in splittable_axes(aval.sharding.mesh):
+        return x
+    names = entries(aval)[1]
+    return x if context.axis in names else split_axis(x, 1, (*names, context.axis))

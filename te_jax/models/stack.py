@@ -20,7 +20,7 @@ from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.models.config import ModelConfig
-from te_jax.models.rows import TokenRows, mask_of_lengths, token_rows
+from te_jax.models.rows import TokenRows, cut_by_context, mask_of_lengths, token_rows
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.sharding.constraints import explicit_spec
@@ -310,6 +310,7 @@ class Model(Module):
             )
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
+        x = x if call.get("decode") else cut_by_context(self, x)
         args = (encoded, mask_of_lengths(lengths), mask_of_lengths(encoded_lengths), positions, table)
         given: dict[str, Any] = {}
         own = lambda index: None if layer_inputs is None else layer_inputs[index]

@@ -23,6 +23,7 @@ from te_jax.models import (
     EncoderLM,
     ModelConfig,
     Sampling,
+    VisionEncoder,
     generate,
     published,
     read_prompts,
@@ -201,6 +202,19 @@ def test_packed_rows_and_explicit_meshes(name, cls, tokens):
         got = jit(step)(jax.device_put(variables, shardings), rows)
     for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
         np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
+
+
+@pytest.mark.parametrize("cls", [CausalLM, VisionEncoder])
+def test_a_loop_over_layers_has_one_type(cls):
+    """On Explicit axes attention gives tokens that context parallelism cuts; the first layer gets them so, too."""
+    sizes = dict(vocab_size=V) if cls is CausalLM else dict(vocab_size=0, image_size=4, patch_size=1)
+    model = cls(ModelConfig(num_layers=L, hidden_size=16, layer=dict(num_attention_heads=2), **sizes))
+    of_rows = (B, 16) if cls is CausalLM else (B, 4, 4, 3)
+    mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(cp_resource="cp")):
+        whole = jnp.zeros(of_rows, jnp.int32 if cls is CausalLM else jnp.float32)
+        out = jax.eval_shape(lambda x: model.init_with_output(KEY, x)[0], jax.device_put(whole, P()))
+    assert out.sharding.spec[1] == "cp"
 
 
 def test_experts(tokens):
