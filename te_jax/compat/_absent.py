@@ -69,12 +69,12 @@ ABSENT: dict[str, dict[str, str]] = {
         **dict.fromkeys(
             "ScaledTensor ScaledTensor1x ScaledTensor2x GroupedScaledTensor1x NoScaleTensor GroupedNoScaleTensor "
             "ScaledTensorFactory ScalingModeToDequantizerMap DelayedScaleQuantizer CurrentScaleQuantizer "
-            "BlockScaleQuantizer NVFP4Quantizer GroupedQuantizer TensorUsage QuantizeMeta QuantizeMetaSet apply_rht "
+            "BlockScaleQuantizer NVFP4Quantizer GroupedQuantizer TensorUsage apply_rht "
             "get_rht_matrix get_wgrad_sign_vector get_sign_from_vector compute_scale_from_amax "
             "apply_padding_to_scale_inv remove_padding_from_scale_inv".split(),
             _QUANTIZED,
         ),
-        **dict.fromkeys(("tensor", "metadata", "dequantizer", "hadamard"), _QUANTIZED),
+        **dict.fromkeys(("tensor", "dequantizer", "hadamard"), _QUANTIZED),
         **dict.fromkeys(
             "get_quantize_config_class BaseQuantizeConfig NoOpQuantizeConfig DelayedScalingQuantizeConfig "
             "CurrentScalingQuantizeConfig BlockScalingQuantizeConfig".split(),

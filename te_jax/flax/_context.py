@@ -5,6 +5,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.sharding import AxisType
 
@@ -15,7 +16,6 @@ from te_jax.ops.attention.mesh import Cut
 from te_jax.sharding import (
     BATCH_AXES,
     HEAD_AXES,
-    causal_load_balanced_positions,
     current_mesh_resource,
     logical_axis_map,
     reorder_causal_load_balancing,
@@ -96,21 +96,25 @@ class Context(NamedTuple):
                 named[argument] = axes
         return Cut.of(describe(module), self.axis, self.strategy, self.load_balanced, **named)
 
+    def whole(self, length: int) -> int:
+        """The tokens of a row, of which the module has `length`."""
+        return length * self.size if is_manual(self.axis) else length
+
+    def own(self, rows: jax.Array, length: int) -> jax.Array:
+        """What belongs to the `length` tokens that the module has, of rows [..., tokens] in the order of the
+        sequence."""
+        rows = reorder_causal_load_balancing(rows, self.size, rows.ndim - 1) if self.load_balanced else rows
+        return tokens_of_device(rows, self.axis, length) if is_manual(self.axis) else rows
+
     def positions(self, length: int, side: int, descriptor: SequenceDescriptor | None) -> jax.Array | None:
         """The positions, for RoPE, of the `length` tokens that the module has: [length], or [b, length] by the
         descriptor; None: 0, 1, 2, ...
 
         side: 0 for queries, 1 for keys.
         """
-        inside = is_manual(self.axis)
-        whole = length * self.size if inside else length
+        whole = self.whole(length)
         if descriptor is not None:
-            at = descriptor.tokens(whole, whole)[side][1]
-            at = reorder_causal_load_balancing(at, self.size, at.ndim - 1) if self.load_balanced else at
-        elif self.load_balanced:
-            at = jnp.asarray(causal_load_balanced_positions(whole, self.size))
-        elif inside:
-            at = jnp.arange(whole)
-        else:
-            return None
-        return tokens_of_device(at, self.axis, length) if inside else at
+            return self.own(descriptor.tokens(whole, whole)[side][1], length)
+        if self.load_balanced or whole != length:
+            return jnp.asarray(self.own(np.arange(whole, dtype=np.int32), length))
+        return None

@@ -56,11 +56,11 @@ def head_width_is_known(module) -> str | None:
 
 def _changed(module, *names: str):
     """(name, value) of the fields that are not the class's default, without those that a module of te_jax around it
-    has: it hands them on, and says itself what is wrong with them."""
+    hands on: it says itself what is wrong with them."""
     around = module.parent if isinstance(module.parent, Module) else None
     for name in names:
         value = getattr(module, name)
-        if value != getattr(type(module), name) and not hasattr(around, name):
+        if value != getattr(type(module), name) and value != getattr(around, name, None):
             yield name, value
 
 

@@ -121,7 +121,7 @@ def make_dot_general_cls(quantization_recipe: Recipe | None) -> type[DotGeneral]
     One recipe has one class, so that modules that are built twice are equal. Raises TypeError for no recipe.
     """
     if quantization_recipe is not None:
-        check_recipe("make_dot_general_cls", quantization_recipe)
+        check_recipe("make_dot_general_cls", quantization_recipe, "quantization_recipe")
     return _dot_general_cls(quantization_recipe)
 
 
@@ -163,7 +163,7 @@ def wrap_function_in_te_state_module(
     check(what, "name", name, NONE | STRING)
     check(what, "quantization_checkpoint_name", quantization_checkpoint_name, NONE | STRING)
     if quantization_recipe is not None:
-        check_recipe(what, quantization_recipe)
+        check_recipe(what, quantization_recipe, "quantization_recipe")
 
     class TEWrapper(QuantizingModule):
         def generate_quantizer_set(self, postfix: str = "", n_groups: int | None = None) -> QuantizerSet:

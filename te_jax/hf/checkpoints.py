@@ -154,7 +154,7 @@ def load(
     for argument, value in (("scan", scan), ("fp8_gradients", fp8_gradients)):
         check(name, argument, value, BOOL)
     if fp8 is not None:
-        fp8_state.check_recipe(name, fp8)
+        fp8_state.check_recipe(name, fp8, "fp8")
     elif fp8_gradients:
         raise ValueError(f"{name}: fp8_gradients is True, but fp8 is None, and nothing in FP8; pass a recipe too.")
     if "params_dtype" in fields:

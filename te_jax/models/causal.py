@@ -64,8 +64,9 @@ class CausalLM(Model):
         if labels is not None and at is not None:
             raise ValueError("CausalLM: at is given together with labels; leave one of them out.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
-        x = self._embed(embedding, tokens, positions, lengths=lengths)
-        own = layer_inputs(self, tokens, x)
+        rows = self._rows(tokens, lengths, decode)
+        x = self._embed(embedding, rows, positions)
+        own = layer_inputs(self, rows.tokens, x)
         call = dict(deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
         x = self._layers(x, c.fields_of_layer, lengths=lengths, positions=positions, layer_inputs=own, **call)
         return self._head(x if at is None else rows_at(x, at), labels, embedding, reduction)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import te_jax.flax as te_flax
+from te_jax.core.check import BOOL, check
 from te_jax.flax._common import parameter
 from te_jax.models.stack import OF_IMAGES, Model, rows_at
 from te_jax.ops.attention import SequenceDescriptor
@@ -43,13 +44,16 @@ class EncoderLM(Model):
         deterministic: False: with dropout.
         hidden:        returns the last hidden states [b, s, H] instead.
 
-        Raises ValueError for `hidden` together with labels.
+        Raises ValueError for `hidden` together with labels, and for token_types of a config without.
         """
         c = self.config
+        check("EncoderLM", "hidden", hidden, BOOL)
+        if token_types is not None and not c.token_types:
+            raise ValueError("EncoderLM: token_types are given, but config.token_types is 0; leave them out.")
         if hidden and labels is not None:
             raise ValueError("EncoderLM: hidden is given together with labels; leave one of them out.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
-        x = self._embed(embedding, tokens, None, token_types, lengths)
+        x = self._embed(embedding, self._rows(tokens, lengths), None, token_types)
         x = self._layers(x, c.fields_of_layer, lengths=lengths, deterministic=deterministic)
         if not c.head_transform:
             return x if hidden else self._head(x, labels, embedding, reduction)
@@ -57,7 +61,8 @@ class EncoderLM(Model):
             return x
         axes = dict(kernel_axes=(W_FSDP_AXES, W_TP_AXES), bias_axes=(W_TP_AXES,))
         y = te_flax.DenseGeneral(c.hidden_size, **axes, **self.dtypes, name="head_dense")(x)
-        y = self._norm("head_norm", activation(y[..., None, :], c.layer["mlp_activations"][:1]))
+        activations = c.layer.get("mlp_activations", te_flax.TransformerLayer.mlp_activations)
+        y = self._norm("head_norm", activation(y[..., None, :], activations[:1]))
         bias = parameter(self, "head_bias", nn.initializers.zeros, (W_TP_AXES,), (c.vocab_size,))
         return self._head(y, labels, embedding, reduction, bias)
 
@@ -84,7 +89,7 @@ class EncoderDecoder(Model):
     """
 
     if not TYPE_CHECKING:  # as `Module` says
-        unread = ("head_transform", "token_types", *OF_IMAGES)
+        unread = ("head_transform", "token_types", "max_positions", "embedding_norm", *OF_IMAGES)
 
     @nn.compact
     def __call__(
@@ -111,20 +116,21 @@ class EncoderDecoder(Model):
         positions:     not read: relative positions count by themselves.
         The others are as of `CausalLM`.
 
-        Raises ValueError unless one of inputs and encoded is given, and for labels without tokens.
+        Raises ValueError unless one of inputs and encoded is given, and for labels, lengths and at without tokens.
         """
         c = self.config
-        if tokens is None and labels is not None:
-            raise ValueError(
-                "EncoderDecoder: labels are given without tokens, which the decoder reads; pass them too: labels "
-                "that are shifted right, behind the token that texts begin with."
-            )
+        for argument, value in dict(labels=labels, lengths=lengths, at=at).items():
+            if tokens is None and value is not None:
+                raise ValueError(
+                    f"EncoderDecoder: {argument} is given without tokens, which the decoder reads; pass them too: "
+                    "labels that are shifted right, behind the token that texts begin with."
+                )
         if (inputs is None) == (encoded is None):
             raise ValueError("EncoderDecoder: inputs and encoded are both given, or neither; pass one of them.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
         shared = dict(config=c, scan=self.scan, remat=self.remat, remat_policy=self.remat_policy, **self.dtypes)
         if encoded is None:
-            x, encoder = self._embed(embedding, inputs), _Part(**shared, name="encoder")
+            x, encoder = self._embed(embedding, self._rows(inputs, input_lengths)), _Part(**shared, name="encoder")
             encoded = encoder(x, lengths=input_lengths, deterministic=deterministic)
         if tokens is None:
             return encoded
@@ -132,5 +138,6 @@ class EncoderDecoder(Model):
         seen = None if input_lengths is None else SequenceDescriptor.from_seqlens((rows, input_lengths))
         call = dict(deterministic=deterministic, decode=decode, max_decode_length=max_decode_length)
         decoder = _Part(**shared, decoder=True, name="decoder")
-        y = decoder(self._embed(embedding, tokens), encoded=encoded, lengths=lengths, encoded_lengths=seen, **call)
+        x = self._embed(embedding, self._rows(tokens, lengths, decode))
+        y = decoder(x, encoded=encoded, lengths=lengths, encoded_lengths=seen, **call)
         return self._head(y if at is None else rows_at(y, at), labels, embedding, reduction)

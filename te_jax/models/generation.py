@@ -93,15 +93,10 @@ def read_prompts(
             f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
             "leave it out: this call makes one."
         )
-    prompts = _without_padding(prompts, lengths)
+    prompts = _looked_up(prompts)
     positions = jnp.broadcast_to(jnp.arange(prompts.shape[1]), prompts.shape)
     options = dict(lengths=lengths, positions=positions, at=lengths - 1, decode=True, max_decode_length=slots)
     return model.apply(variables, prompts, **options, **context, mutable=["cache"])
-
-
-def _without_padding(prompts, lengths):
-    """The prompts with 0 behind their lengths: a number that is no token is NaN, and so is 0 times it in attention."""
-    return jnp.where(jnp.arange(prompts.shape[1])[None] < lengths[:, None], _looked_up(prompts), 0)
 
 
 def _looked_up(tokens):

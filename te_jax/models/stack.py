@@ -20,7 +20,7 @@ from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
 from te_jax.models.config import ModelConfig
-from te_jax.ops.attention import SequenceDescriptor
+from te_jax.models.rows import TokenRows, cut_by_context, mask_of_lengths, token_rows
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.sharding.constraints import explicit_spec
@@ -173,13 +173,6 @@ def _biases_of(table):
     return biases
 
 
-def mask_of_lengths(lengths: Any) -> SequenceDescriptor | None:
-    """The mask of rows of which `lengths` i32[b] tokens are no padding; a SequenceDescriptor as it is."""
-    if lengths is None or isinstance(lengths, SequenceDescriptor):
-        return lengths
-    return SequenceDescriptor.from_seqlens(lengths)
-
-
 OF_IMAGES = ("image_size", "patch_size", "image_channels", "pooling_head", "class_token", "num_labels")
 _KINDS_OF_MODEL = {
     "config": Kind("a te_jax.models.ModelConfig", lambda config: isinstance(config, ModelConfig)),
@@ -199,13 +192,17 @@ def reads_its_config(model: Any) -> str | None:
     for field in dataclasses.fields(ModelConfig):
         value = getattr(model.config, field.name)
         if field.name in model.unread and value != field.default:
-            return f"config.{field.name} is {value!r}, which a {type(model).__name__} does not read; leave it out"
+            name = type(model).__name__
+            article = "an" if name[0] in "AEIOU" else "a"
+            return f"config.{field.name} is {value!r}, which {article} {name} does not read; leave it out"
 
 
 class Model(Module):
     """What the models share.
 
     A token, position or token type that a table has no row for gives NaN, as in Flax's `nn.Embed`; -1 is the last row.
+    What stands in padding, by `lengths`, is not read. Learned positions follow the tokens of a sequence that devices
+    share, whose order the layers' fields `context_parallel_*` say.
 
     config:       the architecture.
     dtype:        of activations.
@@ -237,29 +234,48 @@ class Model(Module):
 
     transpose_batch_sequence = False
 
+    @property
+    def context_parallel_axis(self) -> str | None:
+        """The order of tokens is one for all layers."""
+        return self._of_layers("context_parallel_axis")
+
+    @property
+    def context_parallel_strategy(self) -> str:
+        return self._of_layers("context_parallel_strategy")
+
+    @property
+    def context_parallel_causal_load_balanced(self) -> bool:
+        return self._of_layers("context_parallel_causal_load_balanced")
+
+    def _of_layers(self, name: str) -> Any:
+        """A field of the first layer that has it, or its default."""
+        layers = map(self.config.fields_of_layer, range(self.config.num_layers))
+        return next((fields[name] for fields in layers if name in fields), getattr(te_flax.TransformerLayer, name))
+
     def _table(self, name: str, rows: int, split_rows: bool = False) -> jax.Array:
         axes = (W_TP_AXES if split_rows else W_NO_SHARD_AXES, W_FSDP_AXES)
         return parameter(self, name, TABLE_INIT, axes, (rows, self.config.hidden_size))
 
-    def _embed(self, embedding, tokens, positions=None, token_types=None, lengths=None) -> jax.Array:
-        """tokens int[b, s] -> [b, s, H] of `dtype`, NaN for a token, position or type that the tables lack. lengths: of
-        the model; texts that share a row begin at 0 each."""
-        c = self.config
+    def _rows(self, tokens: jax.Array, lengths: Any, decode: bool = False) -> TokenRows:
+        return token_rows(self, tokens, lengths, counts=self.config.max_positions is not None, decode=decode)
+
+    def _embed(self, embedding, rows: TokenRows, positions=None, token_types=None) -> jax.Array:
+        """[b, s, H] of `dtype`, NaN for a token, position or type that the tables lack."""
+        c, tokens = self.config, rows.tokens
         x = look_up(self, embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
         if c.max_positions is not None:
             learned = self._table("positions", c.max_positions)
-            if positions is None and isinstance(lengths, SequenceDescriptor) and not lengths.starts_at_zero:
-                (_, positions), _ = lengths.tokens(tokens.shape[1], tokens.shape[1])
-            if positions is None and tokens.shape[1] > c.max_positions:
+            if positions is None and rows.whole > c.max_positions:
                 raise ValueError(
-                    f"{type(self).__name__}: {tokens.shape[1]} tokens, but max_positions is {c.max_positions}; pass "
+                    f"{type(self).__name__}: {rows.whole} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            x = x + (gather_whole(learned)[: tokens.shape[1]] if positions is None else _look_up(learned, positions))
+            at = rows.positions if positions is None else rows.of_tokens(positions)
+            x = x + (gather_whole(learned)[: tokens.shape[1]] if at is None else _look_up(learned, at))
         if c.token_types:
-            kinds = jnp.zeros_like(tokens) if token_types is None else token_types
+            kinds = jnp.zeros_like(tokens) if token_types is None else rows.of_tokens(token_types)
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
         x = constrain(x.astype(self.dtype), (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
         return self._norm("embedding_norm", x) if c.embedding_norm else x
@@ -294,6 +310,7 @@ class Model(Module):
             )
             shape = (biases.num_attention_heads, biases.num_buckets)
             table = parameter(self, "relpos_bias", biases.embedding_init, biases.embedding_axes, shape)
+        x = x if call.get("decode") else cut_by_context(self, x)
         args = (encoded, mask_of_lengths(lengths), mask_of_lengths(encoded_lengths), positions, table)
         given: dict[str, Any] = {}
         own = lambda index: None if layer_inputs is None else layer_inputs[index]
@@ -417,7 +434,6 @@ def _look_up(table, indices):
 
 def look_up(model: Model, table: jax.Array, tokens: jax.Array) -> jax.Array:
     """The rows of table [n, H] of the tokens, NaN for one that has none."""
-    check(type(model).__name__, "tokens", tokens, INTEGERS)
     return (_look_up_by_product if model.embed_by_product else _look_up)(table, tokens)
 
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import te_jax.flax as te_flax
-from te_jax.core.check import BOOL, check
+from te_jax.core.check import BOOL, FLOATS_ARRAY, check
 from te_jax.flax._common import parameter
 from te_jax.flax._fields import shared_fields
 from te_jax.models.stack import Model, gather_whole
@@ -39,12 +39,14 @@ class VisionEncoder(Model):
         pooled:        returns what the pooling head makes of them, [b, H], instead; without one the class token.
         logits:        returns what the classifier makes of that, f32[b, num_labels], instead.
 
-        Raises ValueError for a config without image_size, for images of another shape, for pooled without a pooling
-        head or a class token, for logits without labels or next to pooled, and for labels without a token to read.
+        Raises TypeError for images that are not floating, ValueError for a config without image_size, for images of
+        another shape, for pooled without a pooling head or a class token, for logits without labels or next to pooled,
+        and for labels without a token to read.
         """
         c, name = self.config, "VisionEncoder"
         for argument, value in (("deterministic", deterministic), ("pooled", pooled), ("logits", logits)):
             check(name, argument, value, BOOL)
+        check(name, "images", images, FLOATS_ARRAY)
         if not c.patches:
             raise ValueError(f"{name}: config.image_size is None; pass a ModelConfig of images.")
         if images.shape[1:] != (c.image_size, c.image_size, c.image_channels):

@@ -144,12 +144,12 @@ class _Autocast(contextlib.ContextDecorator):
         return super().__call__(f)
 
 
-def check_recipe(what: str, recipe: Any) -> None:
-    """Raises TypeError, naming `what`, unless `recipe` is a recipe instance."""
+def check_recipe(what: str, recipe: Any, argument: str = "recipe") -> None:
+    """Raises TypeError, naming `what` and the argument, unless `recipe` is a recipe instance."""
     if not isinstance(recipe, Recipe):
         is_class = isinstance(recipe, type)
         hint = f"pass an instance: {recipe.__name__}()" if is_class else "pass te_jax.recipe.DelayedScaling()"
-        raise TypeError(f"{what}: recipe is {recipe!r}; {hint}.")
+        raise TypeError(f"{what}: {argument} is {recipe!r}; {hint}.")
 
 
 def check_metas(what: str, argument: str, metas: Any, recipe: Recipe, way_out: str) -> None:

@@ -132,11 +132,42 @@ def test_norms_in_front_of_dense_layers(rng):
             refused(x, *(gamma, None, "rmsnorm") if name == "layernorm" else (swiglu,), quantizer=quantizers.x)
 
 
+DELAYED = recipe.DelayedScaling(amax_history_len=2)
+
+
+def states(length):
+    """A QuantizeMetaSet with state of this length."""
+    state = dict(scale=jnp.ones(1), amax_history=jnp.zeros(length))
+    return te.quantize.QuantizeMetaSet(**{name: te.quantize.QuantizeMeta(**state) for name in ("x", "kernel", "grad")})
+
+
+def test_state_of_quantizer_sets():
+    """As TransformerEngine wants it next to a recipe; its gradient is the next state."""
+    meta = te.quantize.QuantizeMeta
+    empty = te.quantize.QuantizeMetaSet(x=meta(), kernel=meta(), grad=meta())
+    assert QuantizerFactory.create_set(2, fp8_recipe=recipe.Float8CurrentScaling(), quantize_meta_set=empty)[1].x
+
+    @jax.jit
+    @jax.grad
+    def step(state):
+        given = te.quantize.QuantizeMetaSet(x=meta(*state), kernel=meta(), grad=meta())
+        quantizers = QuantizerFactory.create_set(fp8_recipe=DELAYED, quantize_meta_set=given)
+        return jnp.sum(dense(jnp.full((4, 8), 3.0), jnp.ones((8, 4)), quantizer_set=quantizers))
+
+    scale, history = step((jnp.ones(1), jnp.zeros(2)))
+    np.testing.assert_array_equal(history, [0, 3])
+    np.testing.assert_allclose(scale, [448 / 3], rtol=2.0**-20)
+    with pytest.raises(ValueError, match="QuantizeMeta of 'x': scale or amax_history is given without the other"):
+        step((jnp.ones(1), None))
+
+
 def test_what_functions_refuse():
     """Arguments that the incumbent has a use for, or refuses, and that had none here."""
     create, current = QuantizerFactory.create_set, recipe.Float8CurrentScaling()
     for given, error, words in (
-        (dict(quantize_meta_set=object(), fp8_recipe=current), ValueError, "quantize_meta_set is given"),
+        (dict(quantize_meta_set=object(), fp8_recipe=current), TypeError, "pass None or a QuantizeMetaSet"),
+        (dict(quantize_meta_set=states(0), fp8_recipe=current), ValueError, "but Float8CurrentScaling has no state"),
+        (dict(quantize_meta_set=states(3), fp8_recipe=DELAYED), ValueError, r"shape \(3,\), but DelayedScaling \(2,\)"),
         (dict(n_quantizer_set=2), TypeError, "n_quantizer_set"),
         (
             dict(fp8_recipe=current, scaling_mode=ScalingMode.CURRENT_TENSOR_SCALING),

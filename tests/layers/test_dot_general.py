@@ -326,7 +326,7 @@ def test_which_recipe_counts():
     with te.autocast(recipe=recipe.DelayedScaling(margin=1)):
         with pytest.raises(ValueError, match="`TEWrapper_dot_general_0`: its recipe is .*use one"):
             dense.apply(variables, x)
-    with pytest.raises(TypeError, match="make_dot_general_cls: recipe is .*pass an instance"):
+    with pytest.raises(TypeError, match="make_dot_general_cls: quantization_recipe is .*pass an instance"):
         te_flax.make_dot_general_cls(recipe.DelayedScaling)
 
 

@@ -321,6 +321,6 @@ def test_refused_parameters(tmp_path):
             params = {out: replace(params.pop(out), tensor=tensor, format=form), **params}
         with pytest.raises(ValueError, match=words):
             hf.save(tmp_path / "no", model, {"params": unflatten_dict(params, sep="/")})
-    with pytest.raises(TypeError, match="te_jax.hf.load: recipe"):
+    with pytest.raises(TypeError, match="te_jax.hf.load: fp8 is"):
         hf.load(FIXTURES / "gpt2", fp8=True)
     assert not (tmp_path / "no").exists()

@@ -23,6 +23,7 @@ from te_jax.models import (
     EncoderLM,
     ModelConfig,
     Sampling,
+    VisionEncoder,
     generate,
     published,
     read_prompts,
@@ -203,6 +204,19 @@ def test_packed_rows_and_explicit_meshes(name, cls, tokens):
         np.testing.assert_allclose(a, b, atol=2.0**-16 * np.abs(b).max())
 
 
+@pytest.mark.parametrize("cls", [CausalLM, VisionEncoder])
+def test_a_loop_over_layers_has_one_type(cls):
+    """On Explicit axes attention gives tokens that context parallelism cuts; the first layer gets them so, too."""
+    sizes = dict(vocab_size=V) if cls is CausalLM else dict(vocab_size=0, image_size=4, patch_size=1)
+    model = cls(ModelConfig(num_layers=L, hidden_size=16, layer=dict(num_attention_heads=2), **sizes))
+    of_rows = (B, 16) if cls is CausalLM else (B, 4, 4, 3)
+    mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh), te.sharding.global_shard_guard(te.MeshResource(cp_resource="cp")):
+        whole = jnp.zeros(of_rows, jnp.int32 if cls is CausalLM else jnp.float32)
+        out = jax.eval_shape(lambda x: model.init_with_output(KEY, x)[0], jax.device_put(whole, P()))
+    assert out.sharding.spec[1] == "cp"
+
+
 def test_experts(tokens):
     """Each layer's losses and loads are sown next to the loss of the labels; its bias of the choice is its own."""
     moe = dict(num_experts=4, num_experts_per_tok=2, aux_loss_coeff=0.1, z_loss_coeff=0.01, use_expert_bias=True)
@@ -321,11 +335,15 @@ def test_encoder_decoder(tokens):
     words, z, loss = run(variables, tokens, tokens)
     np.testing.assert_array_equal(jnp.argmax(z, -1), words)
     assert loss.shape == (B, S) and jnp.all(loss > 0)
-    other = tokens.at[1, 3:].add(1) % V
-    for a, b in zip(run(variables, tokens, other), (words, z, loss)):
+    for a, b in zip(run(variables, tokens, tokens.at[1, 3:].set(V)), (words, z, loss)):
         np.testing.assert_array_equal(a, b)
     with pytest.raises(ValueError, match="both given, or neither"):
         model.apply(variables, tokens)
+    with pytest.raises(ValueError, match="at is given without tokens"):
+        model.apply(variables, inputs=tokens, at=lengths)
+    for more in (dict(max_positions=S), dict(embedding_norm=True)):
+        with pytest.raises(ValueError, match="config.*, which an EncoderDecoder does not read"):
+            EncoderDecoder(replace(config, **more)).apply(variables, tokens, inputs=tokens)
 
 
 def test_encoder(tokens):
@@ -341,11 +359,16 @@ def test_encoder(tokens):
     run = jit(run)
     z, hidden, loss = run(variables, tokens)
     assert hidden.shape == (B, S, 16)
-    np.testing.assert_array_equal(run(variables, tokens.at[1, 3:].add(1) % V)[2], loss)
+    np.testing.assert_array_equal(run(variables, tokens.at[1, 3:].set(V))[2], loss)
     each = jax.nn.logsumexp(z, -1) - jnp.take_along_axis(z, tokens[..., None], -1)[..., 0]
     np.testing.assert_allclose(loss, jnp.sum(jnp.where(labels >= 0, each, 0)) / jnp.sum(lengths), rtol=2.0**-18)
-    of_hidden = jax.eval_shape(functools.partial(model.init, hidden=True), KEY, tokens)["params"]
+    plain = replace(model.config, layer={"num_attention_heads": 2, "mlp_hidden_size": 16})  # gelu is the default
+    of_hidden = jax.eval_shape(functools.partial(model.clone(config=plain).init, hidden=True), KEY, tokens)["params"]
     assert variables["params"]["head_bias"].shape == nn.unbox(of_hidden["head_bias"]).shape == (V,)
+    with pytest.raises(TypeError, match="EncoderLM: hidden is 'no'; pass True or False"):
+        model.apply(variables, tokens, hidden="no")
+    with pytest.raises(ValueError, match="EncoderLM: token_types are given, but config.token_types is 0"):
+        model.clone(config=replace(plain, token_types=0)).apply(variables, tokens, token_types=tokens)
 
 
 def test_sampling(rng):

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from arrays import on_device
 from flax import linen as nn
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from quick_init import quick_init
 
 import te_jax.flax as te_flax
@@ -15,8 +17,9 @@ from te_jax import models
 from te_jax.core import check
 from te_jax.models.stack import Model, rows_at
 from te_jax.ops.attention import SequenceDescriptor, dot_product_attention
+from te_jax.sharding import reorder_causal_load_balancing
 
-V, H = 6, 4
+V, H, S = 6, 4, 8
 IDS = np.array([[0, V - 1, V, V + 5, 10**6], [-1, -V, -V - 1, -1000, 3]])
 
 
@@ -24,8 +27,8 @@ class Embeds(Model):
     """The sum of all look-ups of a model."""
 
     @nn.compact
-    def __call__(self, tokens, positions, kinds):
-        return self._embed(self._table("embedding", V), tokens, positions, kinds)
+    def __call__(self, tokens, positions=None, kinds=None, lengths=None):
+        return self._embed(self._table("embedding", V), self._rows(tokens, lengths), positions, kinds)
 
 
 def of_flax(params, tokens, positions, kinds):
@@ -41,7 +44,7 @@ def test_look_ups_are_those_of_flax(by_product, axis_type, rng):
     model, inside = Embeds(config, dtype=jnp.float32, embed_by_product=by_product), IDS % V
     tables = ("embedding", "positions", "token_types")
     params = {name: on_device(rng.normal(size=(V, H)), jnp.float32) for name in tables}
-    mesh = jax.make_mesh((1,), ("dp",), axis_types=(jax.sharding.AxisType[axis_type],))
+    mesh = jax.make_mesh((1,), ("dp",), axis_types=(AxisType[axis_type],))
     ours = lambda params, *args: model.apply({"params": params}, *args)
 
     @jax.jit
@@ -59,6 +62,34 @@ def test_look_ups_are_those_of_flax(by_product, axis_type, rng):
             np.testing.assert_array_equal(got[0], want[0])
             # Rows that several tokens share are summed in another order.
             jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2.0**-20), got[1], want[1])
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
+def test_look_ups_of_rows_that_devices_share(kind, balanced, rng):
+    """Learned positions follow the tokens, and what pads is not read: neither tokens nor positions nor types."""
+    config = models.ModelConfig(V, 1, H, max_positions=S, token_types=V)
+    cut = config.with_layer(context_parallel_axis="cp", context_parallel_causal_load_balanced=balanced)
+    sizes = {"embedding": V, "positions": S, "token_types": V}
+    params = {name: rng.normal(size=(size, H)) for name, size in sizes.items()}
+    rows = rng.integers(0, V, (3, S))
+    lengths = np.array([S, 5, 0])
+    pads = np.arange(S) >= lengths[:, None]
+    rows[pads] = V + 5
+    embed = lambda config, params, *args: Embeds(config, dtype=jnp.float32).apply({"params": params}, *args)
+    want = embed(config, params, rows % V, None, rows % V, lengths)
+    at = np.where(pads, 10**6, np.arange(S))
+    np.testing.assert_array_equal(embed(config, params, rows, at, rows, lengths)[~pads], want[~pads])
+    reorder = reorder_causal_load_balancing if balanced else lambda x, _: x
+    mesh = jax.make_mesh((2,), ("cp",), axis_types=(AxisType[kind.replace("Manual", "Auto")],))
+    each = P(None, "cp")
+    ours = lambda params, rows, lengths: embed(cut, params, rows, None, rows, lengths)
+    with jax.set_mesh(mesh):
+        ours = jax.shard_map(ours, in_specs=(P(), each, P()), out_specs=each) if kind == "Manual" else ours
+        rows = jax.device_put(reorder(rows, 2), jax.NamedSharding(mesh, each))
+        got = jax.jit(ours)(jax.device_put(params, jax.NamedSharding(mesh, P())), rows, jnp.asarray(lengths))
+    tokens = ~reorder(pads, 2)
+    np.testing.assert_array_equal(np.asarray(got)[tokens], reorder(np.asarray(want), 2)[tokens])
 
 
 def test_a_token_that_is_none_reaches_the_logits_of_its_row():
@@ -82,7 +113,6 @@ def descriptor(**fields):
     return SequenceDescriptor.from_seqlens(**arrays)
 
 
-S = 8
 LENGTHS = {  # what is wrong with it, or None
     "inside": (dict(seqlens=[3, S]), None),
     "empty": (dict(seqlens=[0, S]), None),

@@ -435,7 +435,7 @@ CALLS = [
           V, "seqlens of the q"),
     Probe("a context axis without a mesh", lambda: on_two_devices(applied, CORE, dict(context_parallel_axis="cp")),
           V, "context_parallel_axis is 'cp', .*jax.set_mesh"),
-    Probe("float lengths", lambda: lengths(1.0, 2.0), T, "seqlens must be an integer"),
+    Probe("float lengths", lambda: lengths(1.0, 2.0), T, "seqlens is float.*integer array"),
     Probe("lengths", lambda: made(CORE, dict(attn_mask_type="padding"), sequence_descriptor=lengths(4, 2))),
     Probe("float positions", lambda: made(MHA, ROPE, positions=jnp.arange(4.0)), T, "positions is float32.*integer"),
     Probe("positions (7,)", lambda: made(MHA, ROPE, positions=jnp.arange(7)), V,

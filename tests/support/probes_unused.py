@@ -44,6 +44,12 @@ PROBES = [
         "^TransformerLayer: enable_sequence_parallel is True, but .*tp_resource='t'.*tpsp_resource instead",
     ),
     Probe("sequences in parts", lambda: in_silence(lambda: sequence_parallel(tpsp_resource="t"))),
+    Probe(
+        "a field of experts in a layer",
+        lambda: made(TRANSFORMER, dict(moe=dict(layernorm_type="rmsnorm"), mlp_layernorm=False)),
+        W,
+        "^MoEBlock `moe`: layernorm_type is 'rmsnorm', but enable_layernorm is False",
+    ),
     Probe("fields of modules inside", lambda: in_silence(handed_on)),
     Probe("another spelling", lambda: in_silence(lambda: made(MOE, dict(layernorm_type="LayerNorm")))),
 ]

@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from te_jax.core.arrays import as_rank, known_values
-from te_jax.core.check import plain, warn_once
+from te_jax.core.check import plain, show, warn_once
 
 
 class MaskType(NamedTuple):
@@ -356,7 +356,9 @@ def _pair(name: str, value, least: int | None = None, below: str = "") -> tuple[
         raise ValueError(f"SequenceDescriptor: {name} has {len(pair)} entries; pass one array, or (queries, keys).")
     for array in pair:
         if not hasattr(array, "dtype") or not jnp.issubdtype(array.dtype, jnp.integer):
-            raise TypeError(f"SequenceDescriptor: {name} must be an integer array, got {array!r}.")
+            raise TypeError(
+                f"SequenceDescriptor: {name} is {show(value)}; pass an integer array, or a pair (queries, keys)."
+            )
         known = None if least is None else known_values(array)
         if known is not None and (lowest := int(known.min(initial=least))) < least:
             warn_once("SequenceDescriptor", f"{name} has {lowest}; {below}.")

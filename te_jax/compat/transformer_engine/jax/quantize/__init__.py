@@ -28,6 +28,8 @@ from te_jax.compat.transformer_engine.jax.quantize.helper import (
 )
 from te_jax.compat.transformer_engine.jax.quantize.helper import is_scaling_mode_supported as is_scaling_mode_supported
 from te_jax.compat.transformer_engine.jax.quantize.helper import update_collections as update_collections
+from te_jax.compat.transformer_engine.jax.quantize.metadata import QuantizeMeta as QuantizeMeta
+from te_jax.compat.transformer_engine.jax.quantize.metadata import QuantizeMetaSet as QuantizeMetaSet
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import AmaxComputeAlgo as AmaxComputeAlgo
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import Quantizer as Quantizer
 from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerFactory as QuantizerFactory

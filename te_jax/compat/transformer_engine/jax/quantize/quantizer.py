@@ -6,14 +6,15 @@ TransformerEngine's quantizers quantize arrays. The ones here tell what they wou
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from te_jax.compat._absent import GetAttr, absent
+from te_jax.compat.transformer_engine.jax.quantize.metadata import QuantizeMeta, QuantizeMetaSet
 from te_jax.compat.transformer_engine.jax.quantize.scaling_modes import ScalingMode, mode_of, recipe_class
+from te_jax.core.check import NONE, Kind, check
 from te_jax.recipe import Recipe
 from te_jax.recipe.delayed import HISTORY
 from te_jax.state import fp8
@@ -120,22 +121,19 @@ class QuantizerFactory:
         checkpoint_name: str | None = None,
         fp8_recipe: Recipe | None = None,
         *,
-        quantize_meta_set: Any = None,
+        quantize_meta_set: QuantizeMetaSet | None = None,
     ) -> QuantizerSet | tuple[QuantizerSet, ...]:
         """A set, or a tuple of them, of `fp8_recipe`, of the recipe of `scaling_mode`, or of the one in force.
 
         The FP8 types are the recipe's, and layers choose the layouts: is_2x2x and n_groups have no effect. A recipe
-        with state has fresh state, whose gradient goes nowhere.
+        with state has the one in quantize_meta_set, whose gradient is the next, or fresh state, whose gradient goes
+        nowhere.
 
-        Raises ValueError for fwd_dtype and bwd_dtype that the recipe does not have, for a mode without a recipe, for a
-        mode next to a recipe, and for a quantize_meta_set.
+        Raises TypeError for another quantize_meta_set, ValueError for fwd_dtype and bwd_dtype that the recipe does not
+        have, for a mode without a recipe, for a mode next to a recipe, and for state that the recipe has not.
         """
         del is_2x2x, n_groups
-        if quantize_meta_set is not None:
-            raise ValueError(
-                "QuantizerFactory: quantize_meta_set is given, but FP8 state of te_jax lies in a QuantizerSet's "
-                "`metas`; leave it out, and keep state by TransformerEngineBase.generate_quantizer_set."
-            )
+        check("QuantizerFactory", "quantize_meta_set", quantize_meta_set, NONE | _META_SET)
         if fp8_recipe is not None and scaling_mode is not None:
             raise ValueError(
                 f"QuantizerFactory: scaling_mode is {scaling_mode}, but fp8_recipe is given too; leave one of them out."
@@ -148,7 +146,7 @@ class QuantizerFactory:
             if cls is None:
                 raise ValueError(f"QuantizerFactory: scaling_mode is {scaling_mode}, which te_jax has no recipe of.")
             recipe = cls()
-        made = QuantizerSet(recipe, _fresh_metas(recipe), checkpoint_name)
+        made = QuantizerSet(recipe, _metas_of(recipe, quantize_meta_set), checkpoint_name)
         for given, quantizer in ((fwd_dtype, made.x), (bwd_dtype, made.dgrad)):
             if given is not None and quantizer is not None and jnp.dtype(given) != quantizer.q_dtype:
                 raise ValueError(
@@ -158,9 +156,11 @@ class QuantizerFactory:
         return made if n_quantizer_sets == 1 else (made,) * n_quantizer_sets
 
 
-def _fresh_metas(recipe: Recipe | None) -> fp8.DenseMetas | None:
-    if recipe is None or not recipe.has_state:
-        return None
-    state = [jnp.asarray(leaf) for leaf in recipe.fresh_state().values()]
-    names = fp8.DenseMetas._fields
-    return fp8.DenseMetas(*(fp8.observe(*state, recipe, fp8.direction_of(name)) for name in names))
+_META_SET = Kind("a QuantizeMetaSet", lambda value: isinstance(value, QuantizeMetaSet))
+
+
+def _metas_of(recipe: Recipe | None, given: QuantizeMetaSet | None) -> fp8.DenseMetas | None:
+    fresh = QuantizeMeta()
+    of = {name: fresh if given is None else getattr(given, name) for name in fp8.DenseMetas._fields}
+    metas = [meta.of_recipe(recipe, name) for name, meta in of.items()]
+    return None if recipe is None or not recipe.has_state else fp8.DenseMetas(*metas)
