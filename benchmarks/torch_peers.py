@@ -7,6 +7,7 @@ on stdout with {"ms": per call}, where n is 0 with {"peak_bytes": of a call}; or
 
 import importlib.util
 import json
+import os
 import subprocess
 import sys
 import time
@@ -210,6 +211,9 @@ def _peak(torch, kind: str, sizes: dict) -> dict:
 
 
 def main():
+    # Only answers go to stdout, where compilers of peers would print, too.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     import torch
 
     @lru_cache(2)  # FP8 and bf16 of one case take turns, or eager and a CUDA graph
@@ -220,9 +224,9 @@ def main():
         kind, calls, sizes = map(json.loads(line).get, ("kind", "calls", "sizes"))
         try:
             answer = _timed(torch, made(kind, json.dumps(sizes)), calls) if calls else _peak(torch, kind, sizes)
-            print(json.dumps(answer), flush=True)
+            print(json.dumps(answer), file=answers, flush=True)
         except Exception as error:  # of any kind: its text is the answer
-            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), flush=True)
+            print(json.dumps({"error": f"{type(error).__name__}: {error}"}), file=answers, flush=True)
             return
 
 

@@ -13,7 +13,7 @@ ATTENTION:  The output of attention, and the other results of its forward kernel
 SSM:        The output of a scan, of Mamba-2 or the gated delta rule, and the states that its gradient needs.
 QUANTIZED:  Activations in FP8, in the layout that the gradient of a weight reads, and the operands of FP8 attention.
 KERNEL:     Weights in FP8, in the layout that the gradient of the activations reads. Where FSDP divides
-            them they are gathered with `MeshResource.keep_gathered_weights`, and those of experts in any case.
+            them they are gathered with `MeshResource.keep_gathered_weights`, and weights of experts in any case.
 STATISTICS: Scales and amaxes of whole tensors, the statistics of norms, at most 8 bytes for each row, and where routers
             send tokens, 16 bytes for each of their experts.
 

@@ -54,6 +54,7 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
   bool is_hopper = false;
 #ifdef TE_HAS_90A
   TE_TRY(IsHopper(&is_hopper));
+  is_hopper = is_hopper && a.of.s > 0;  // no tensor map is empty
 #endif
   TE_TRY(MakeChunks(stream, call, a.part, chunks, is_hopper && !is_first));
 #ifdef TE_HAS_90A

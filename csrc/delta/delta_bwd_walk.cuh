@@ -27,10 +27,10 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   }
   __device__ __forceinline__ int Rows(int i) const { return a.s - ChunkOf(i) * kChunk; }
   __device__ __forceinline__ void Begin() { Base::Load(from, index); }
-  template <typename Fetch, typename Write>
-  __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
+  template <typename Meanwhile, typename Write>
+  __device__ __forceinline__ void Next(int i, Meanwhile&& meanwhile, Write&& write) {
     const auto keep = [&] {
-      fetch();
+      meanwhile();
       if constexpr (Products::kOfWarps)
         Base::Keep((kBack ? of.gradients : of.states) + of.State(row, ChunkOf(i), head));
     };

@@ -74,7 +74,7 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
 #ifdef TE_HAS_90A
   bool is_hopper = false;
   TE_TRY(IsHopper(&is_hopper));
-  if (is_hopper) return delta::RunHopper(stream, walk, call.rows);
+  if (is_hopper && of.s > 0) return delta::RunHopper(stream, walk, call.rows);
 #endif
   return (of.d <= 64 ? delta::RunGate<64> : delta::RunGate<128>)(stream, walk, call.rows);
 }

@@ -97,8 +97,8 @@ constexpr int kWalkThreads = (1 + kGroups) * kThreads;
 // The first group of walkers is the CTA's second.
 __device__ __forceinline__ int WalkingGroup() { return max(ssm::GroupIndex() - 1, 0); }
 
-// Of what a walk fetches and writes, in boxes of a chunk's tokens: q and k [rows, s, g, d], v [rows, s, h,
-// e], y as v or as the array of a slab; and of the states of a slab's chunks, [count, h, e, d].
+// The tensor maps of what a walk fetches and writes, in boxes of a chunk's tokens: q and k [rows, s, g, d], v
+// [rows, s, h, e], y as v or as the array of a slab; and of the states of a slab's chunks, [count, h, e, d].
 struct WalkMaps {
   const CUtensorMap *q, *k, *v, *y, *states;
 };

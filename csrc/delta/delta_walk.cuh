@@ -306,9 +306,9 @@ struct Walk {
   __device__ __forceinline__ void PutY() { Products::Put(s.y[group], y, Band()); }
 
   // Products are queued so that the tensor cores have the next while threads weigh what the last one made.
-  // `fetch` and `write`: what else is to be done meanwhile, for the chunks ahead and with y.
-  template <typename Fetch, typename Write>
-  __device__ __forceinline__ void Step(int stage, Fetch&& fetch, Write&& write) {
+  // `meanwhile` and `write`: what else is to be done then, for other chunks or with the state, and with y.
+  template <typename Meanwhile, typename Write>
+  __device__ __forceinline__ void Step(int stage, Meanwhile&& meanwhile, Write&& write) {
     auto& tiles = s.stages[stage];
     const Weighing& weights = s.weights[stage];
     uint32_t of_state[kD / 16][4];
@@ -317,7 +317,7 @@ struct Walk {
     const auto as_it_is = [](int, int, float2 two) { return two; };
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
-    fetch();
+    meanwhile();
     Products::Begin(of_keys, of_queries);
     Products::template Along<kD>(of_keys, of_state, tiles.k);
     Products::Commit();
@@ -368,17 +368,17 @@ struct Walk {
   // The steps of a walk, in its order, as `WalkAlong` and the walks on Hopper call them.
   __device__ __forceinline__ int Count() const { return Chunks(); }
   __device__ __forceinline__ int ChunkOf(int i) const { return i; }
-  // Of the array that y goes to: where it begins.
+  // Where the array begins that y goes to.
   __device__ __forceinline__ ChunkPart Part() const { return {}; }
   __device__ __forceinline__ void FetchNext(int i) { Fetch(i, i % kStages); }
   __device__ __forceinline__ Bf16* To(int i) const { return a.y + Values(i); }
   __device__ __forceinline__ int Rows(int i) const { return a.s - i * kChunk; }
   __device__ __forceinline__ void Begin() { Load(a.initial, row); }
-  template <typename Fetch, typename Write>
-  __device__ __forceinline__ void Next(int i, Fetch&& fetch, Write&& write) {
+  template <typename Meanwhile, typename Write>
+  __device__ __forceinline__ void Next(int i, Meanwhile&& meanwhile, Write&& write) {
     if (a.states && i % (kKept / kChunk) == 0)
       Store(a.states, row * ((a.s + kKept - 1) / kKept) + i / (kKept / kChunk));
-    Step(i % kStages, fetch, write);
+    Step(i % kStages, meanwhile, write);
   }
   __device__ __forceinline__ void End() {
     if (a.last) Store(a.last, row);

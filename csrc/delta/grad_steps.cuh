@@ -38,8 +38,8 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
   // What dy and the state's gradient are to what tokens write, then to what they would write without each
   // other: dW = seen^T dy + left k' G, and inverse^T dW. The gradient to the state before the chunk is
   // keeps G + q' (queries dy) - k' (keys betas inverse^T dW).
-  template <typename Fetch, typename Write>
-  __device__ __forceinline__ void StepBack(int stage, Fetch&& fetch, Write&& write) {
+  template <typename Meanwhile, typename Write>
+  __device__ __forceinline__ void StepBack(int stage, Meanwhile&& meanwhile, Write&& write) {
     auto& tiles = s.stages[stage];
     const Weighing& weights = s.weights[stage];
     const bool is_one_run = weights.continues == kChunk;
@@ -48,7 +48,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
     Left of_dy, read, left;
     Results written = {}, seen = {}, off = {};
     const auto as_it_is = [](int, int, float2 two) { return two; };
-    if constexpr (!kAhead) fetch();
+    if constexpr (!kAhead) meanwhile();
 #pragma unroll
     for (int k = 0; k < kD / 16; ++k) AsLeft(of_state[k], state, k, as_it_is);
 #pragma unroll
@@ -58,7 +58,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
     Products::Commit();
     if constexpr (kAhead) {
       Queue(seen, of_dy, tiles.seen);
-      fetch();
+      meanwhile();
     }
     WeighLeft<kAhead>(written, weights, [&] { Products::template Wait<kAhead>(written); });
     if constexpr (kAhead) {

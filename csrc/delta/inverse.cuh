@@ -140,7 +140,8 @@ __device__ __forceinline__ void Merge(float* system) {
   __syncthreads();
 }
 
-// Eight neighbours of a row of the inverse, rounded: 0 right of the diagonal and of tokens of other runs.
+// Eight neighbours of a row of the inverse, rounded: 0 of tokens of other runs and, where the system is
+// finite, right of the diagonal.
 template <typename Runs>
 __device__ __forceinline__ uint4 LoadInverse(const float* inverse, const Runs& runs, int row, int column) {
   if (column > row) return {};

@@ -27,7 +27,7 @@ inline Status MapOfTokens(const char* op, CUtensorMap* map, const Bf16* data, co
       {cuuint64_t(of.inner), cuuint64_t(of.heads), cuuint64_t(of.tokens), cuuint64_t(of.rows)},
       {head, token, of.row_tokens * token}, {1, cuuint32_t(box), 1});
 }
-// Of a slab, [slab rows, chunks, h, e, d], in boxes of kSlab channels of values.
+// The states of a slab, [slab rows, chunks, h, e, d], in boxes of kSlab channels of values.
 inline Status MapOfStates(const char* op, CUtensorMap* map, const Bf16* data, const GradArgs& a) {
   const WalkArgs& of = a.again;
   const cuuint64_t value = of.d * 2, head = of.e * value;

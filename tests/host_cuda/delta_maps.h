@@ -11,7 +11,7 @@ inline CUtensorMap MapOfKeys(const Bf16* data, const WalkArgs& a, int rows, int 
 inline CUtensorMap MapOfValues(const Bf16* data, const WalkArgs& a, int rows) {
   return MapOf(data, {a.e, a.h, a.s, rows}, 2, kChunk);
 }
-// Of the slab's array.
+// In the array of a slab.
 inline CUtensorMap MapOfWritten(const Bf16* data, const GradArgs& a) {
   const int tokens = a.part.chunks * kChunk,
             there = std::min(tokens, a.again.s - a.part.first_chunk * kChunk);

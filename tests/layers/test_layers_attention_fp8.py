@@ -255,18 +255,20 @@ def count(jaxpr, op) -> int:
     return sum(eqn.primitive.name == op for eqn in equations(jaxpr))
 
 
-def test_remat_runs_the_kernel_once(rng):
+def test_remat_runs_each_kernel_once(rng):
+    """Attention's, or those that quantize its operands, as the policy keeps what they make."""
     arrays = data(rng, SMALL)
     named = partial(attend, context_checkpoint_name="context")
 
     def kernels(policy):
         layer = jax.checkpoint(named, policy=policy)
         program = jax.make_jaxpr(partial(step, attend=lambda *x, recipe: layer(*x)))(*arrays, fresh())
-        return count(program.jaxpr, "te_attention_fp8_fwd")
+        return count(program.jaxpr, "te_attention_fp8_fwd"), count(program.jaxpr, "te_quantize")
 
-    assert kernels(jax.checkpoint_policies.save_only_these_names("context")) == 1
-    assert kernels(checkpoint_policies.save(checkpoint_policies.ATTENTION)) == 1
-    assert kernels(None) == 2
+    assert kernels(jax.checkpoint_policies.save_only_these_names("context")) == (1, 6)
+    assert kernels(checkpoint_policies.save(checkpoint_policies.ATTENTION)) == (1, 6)
+    assert kernels(checkpoint_policies.save(checkpoint_policies.QUANTIZED)) == (2, 3)
+    assert kernels(None) == (2, 6)
 
 
 @pytest.mark.parametrize("backward,sizes", [("fp8", SERVED_BACKWARD), ("bf16", SMALL)])
