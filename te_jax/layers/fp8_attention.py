@@ -174,7 +174,7 @@ def _attention_fp8_fwd(q, k, v, metas, config):
     # jax rounds what a policy keeps and the forward pass reads, by which E4M3 above 240 becomes NaN. So bits have the
     # names.
     bits = with_names(tuple(lax.bitcast_convert_type(x, jnp.uint8) for x in operands), QUANTIZED)
-    operands = (_in_fp8(x, config) for x in bits)
+    operands = (_from_bits(x, config) for x in bits)
     data, lse, amax = attention_fp8_fwd(*operands, forward_scales(by.q, by.k, by.v, by.o), **config.attrs)
     # cuDNN's amax drops a NaN of the output; the operands' amaxes do not.
     amax = jnp.where(jnp.isnan(sum(each.reshape(-1)[0] for each in amaxes)), jnp.nan, amax)
@@ -182,11 +182,11 @@ def _attention_fp8_fwd(q, k, v, metas, config):
     # A policy that saves one of these names runs the kernel once.
     name = config.options.context_checkpoint_name
     saved = with_names((*with_names((data, lse), ATTENTION), with_names((*amaxes, amax), STATISTICS)), name)
-    out = _dequantize(_in_fp8(saved[0], config), by.o, q.dtype) if config.fp8_backward else saved[0]
+    out = _dequantize(_from_bits(saved[0], config), by.o, q.dtype) if config.fp8_backward else saved[0]
     return out, _Saved(bits, *saved, metas)
 
 
-def _in_fp8(bits: jax.Array, config: _Config) -> jax.Array:
+def _from_bits(bits: jax.Array, config: _Config) -> jax.Array:
     return lax.bitcast_convert_type(bits, config.recipe.fp8_format.dtype("fwd"))
 
 
@@ -205,7 +205,7 @@ def _fp8_grads(config, saved: _Saved, dout):
     by, dtype = _scales(saved.metas), config.recipe.fp8_format.dtype("bwd")
     data, do_amax = _store(dout, saved.metas.do, by.do, dtype, config)
     scales = backward_scales(by.q, by.k, by.v, by.o, by.do, by.dp, by.dq, by.dk, by.dv)
-    *operands, out = (_in_fp8(x, config) for x in (*saved.operands, saved.out))
+    *operands, out = (_from_bits(x, config) for x in (*saved.operands, saved.out))
     *grads, dq, dk, dv, dp = attention_fp8_bwd(data, *operands, out, saved.lse, scales, **config.attrs)
     grads = (_dequantize(grad, scale, dout.dtype) for grad, scale in zip(grads, (by.dq, by.dk, by.dv)))
     return grads, (do_amax, dq, dk, dv, dp)
@@ -219,7 +219,7 @@ def _unquantized_grads(config, saved: _Saved, dout):
     where a scale has become too large, which clips the operands, it would not even stay finite.
     """
     by = _scales(saved.metas)
-    operands = tuple(_dequantize(_in_fp8(x, config), scale, dout.dtype) for x, scale in zip(saved.operands, by))
+    operands = tuple(_dequantize(_from_bits(x, config), scale, dout.dtype) for x, scale in zip(saved.operands, by))
     form = form_of(config.options, *operands[:2])
     return attention_bwd_of(operands, form, dout, saved.out, saved.lse), (None,) * 5
 
