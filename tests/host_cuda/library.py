@@ -119,7 +119,7 @@ Status grouped::RunWide(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; 
 Status grouped::RunSplit(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status grouped::RunBlocks(cudaStream_t, const KernelArgs&) {{ return {_LAUNCHED}; }}
 Status delta::RunHopper(cudaStream_t, const WalkArgs&, int64_t) {{ return {_LAUNCHED}; }}
-Status delta::RunGradWalksOnHopper(cudaStream_t, const GradArgs&) {{ return {_LAUNCHED}; }}
+Status delta::RunGradWalksOnHopper(cudaStream_t, const GradArgs&, int64_t) {{ return {_LAUNCHED}; }}
 Status delta::RunGradChunksOnHopper(cudaStream_t, const GradArgs&, int64_t) {{ return {_LAUNCHED}; }}
 Status ssm::RunHopper(cudaStream_t, const ScanCall&, const ScanArrays&, const Steps*) {{ return {_LAUNCHED}; }}
 Status ssm::MakeMaps(const ScanCall&, const GradArgs&, HopperGradArgs*) {{ return {_LAUNCHED}; }}

@@ -147,7 +147,7 @@ def test_what_generate_refuses(monkeypatch):
             run(**given) if "prompts" not in given else generate(CausalLM(config), {}, given["prompts"], 2)
     with pytest.raises(ValueError, match="hidden is given together with labels"):
         EncoderLM(hf.read_config(FIXTURES / "bert")).init(init, tokens, tokens, hidden=True)
-    with pytest.raises(ValueError, match="labels are given without tokens"):
+    with pytest.raises(ValueError, match="labels is given without tokens"):
         EncoderDecoder(hf.read_config(FIXTURES / "t5")).init(init, None, tokens, inputs=tokens)
     with pytest.raises(TypeError, match=r"CausalLM: tokens is float32\[2, 4\]; pass an integer array"):
         CausalLM(config).init(init, tokens.astype(np.float32))

@@ -224,7 +224,7 @@ def test_wrong_dtypes():
         dot_product_attention(q, k, k.astype(jnp.bfloat16))
     with pytest.raises(TypeError, match="q is float8_e4m3fn"):
         dot_product_attention(q.astype(jnp.float8_e4m3fn), k, k)
-    with pytest.raises(TypeError, match="segment_ids must be an integer"):
+    with pytest.raises(TypeError, match="segment_ids is float32"):
         SequenceDescriptor.from_segment_ids_and_pos(jnp.zeros((2, 8)))
     with pytest.raises(ValueError, match="seq_offsets"):
         SequenceDescriptor.from_seqlens_and_offsets(jnp.zeros((2, 3), int), jnp.zeros((2, 5), int))
