@@ -1,5 +1,5 @@
-"""torch's GEMMs, mamba_ssm's scan and fla's gated delta rule, in a process of their own: two frameworks would fight for
-one GPU's memory.
+"""torch's GEMMs, mamba_ssm's scan, and the gated delta rule of fla and FlashQLA, in a process of their own: two
+frameworks would fight for one GPU's memory.
 
 As a program: reads lines {"kind": a name in `_KINDS`, "calls": n, "sizes": its arguments} from stdin, and answers each
 on stdout with {"ms": per call}, where n is 0 with {"peak_bytes": of a call}; or with {"error": text}, and ends.

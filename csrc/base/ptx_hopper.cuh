@@ -138,8 +138,8 @@ __device__ __forceinline__ void CopyBytes(uint32_t to, const void* from, unsigne
 // ---- copies out of shared memory ----
 
 // The box of a tensor map at (x, y, z), laid out as CopyBox brings it; what lies beyond the tensor is not
-// written. What threads wrote into it is seen behind a FenceAsync of
-// theirs, or of this one, where a barrier has told it of that.
+// written. What threads wrote into it is seen behind a FenceAsync of theirs, or of this one, where a barrier
+// has told it of that.
 __device__ __forceinline__ void StoreBox(const void* map, uint32_t from, int x, int y, int z) {
   asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" ::"l"(map),
                "r"(from), "r"(x), "r"(y), "r"(z)

@@ -66,7 +66,6 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
 
 Status RunSlabs(cudaStream_t stream, const DeltaCall& call, const float* dlast, void* chunks, GradArgs a) {
   const ChunkPart slab = a.part;
-  bool is_first = true;
   const int64_t slabs = std::max<int64_t>(1, CeilDiv(a.of.s, int64_t(slab.chunks) * kChunk));
   for (int64_t row = 0; row < call.rows; row += slab.rows) {
     a.after = dlast;
@@ -74,8 +73,8 @@ Status RunSlabs(cudaStream_t stream, const DeltaCall& call, const float* dlast, 
       const int64_t there = std::min<int64_t>(slab.rows, call.rows - row);
       a.part = {int(row), int(there), int(i * slab.chunks), slab.chunks};
       a.again.part = a.back.part = a.part;
+      const bool is_first = row == 0 && i == slabs - 1;
       TE_TRY(RunSlab(stream, call, a, chunks, is_first));
-      is_first = false;
     }
   }
   return {};

@@ -36,7 +36,7 @@ Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradWalkArgs* out) {
   TE_TRY(MapOfTokens(kOp, &out->v, of.v, values));
   TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, values));
   TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab));
-  TE_TRY(MapOfTokens(kOp, &out->alone, a.gradients_written, of_slab));
+  TE_TRY(MapOfTokens(kOp, &out->gradients_written, a.gradients_written, of_slab));
   TE_TRY(MapOfStates(kOp, &out->states, a.states, a));
   return MapOfStates(kOp, &out->gradients, a.gradients, a);
 }

@@ -8,7 +8,7 @@ namespace te::delta {
 
 struct HopperGradWalkArgs {
   GradArgs a;
-  CUtensorMap q, k, v, dy, written, alone, states, gradients;
+  CUtensorMap q, k, v, dy, written, gradients_written, states, gradients;
 };
 
 template <int kD, typename Gate, int kGroups>
@@ -20,7 +20,8 @@ __global__ void __launch_bounds__(kWalkThreads<kGroups>, 1)
   LetNextStart();
   const bool is_back = int(blockIdx.z) < given.a.part.rows;
   const WalkMaps maps{&given.q, &given.k, is_back ? &given.dy : &given.v,
-                      is_back ? &given.alone : &given.written, is_back ? &given.gradients : &given.states};
+                      is_back ? &given.gradients_written : &given.written,
+                      is_back ? &given.gradients : &given.states};
   RunGradWalk<kD, kHopperStages<Gate, kGroups, true>, GroupProducts, Gate, kGroups>(
       given.a, s.tiles, WalkingGroup(),
       [&](auto&& walk) { TakePart<kGroups, Gate::kByChannel ? 208 : 192>(s, walk, maps); });

@@ -55,11 +55,10 @@ struct GroupProducts {
   }
 };
 
-// A chunk takes less time than what it needs takes to come. kBack: for walks of the backward pass, which also
-// leave the state before each chunk.
+// A chunk takes less time than what it needs takes to come. Three where shared memory has them: gates of
+// channels, two groups, and the states that walks of the backward pass (kBack) leave take more, each.
 template <typename Gate, int kGroups, bool kBack>
-constexpr int kHopperStages =
-    Gate::kByChannel ? (kGroups > 1 || kBack ? 2 : 3) : (kGroups > 1 && kBack ? 2 : 3);
+constexpr int kHopperStages = int(Gate::kByChannel) + (kGroups > 1) + kBack > 1 ? 2 : 3;
 
 // [64, kD] of each group.
 template <int kD, int kGroups>

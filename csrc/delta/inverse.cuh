@@ -15,7 +15,7 @@ constexpr float kLengthEpsilon = 1e-6f;  // added to a length's square
 
 // 1 over a length, by its square.
 __device__ __forceinline__ float InverseLength(float square) { return rsqrtf(square + kLengthEpsilon); }
-// The same of a token, a row of the tile.
+// 1 over the length of a token, a row of the tile.
 template <int kD, typename Layout>
 __device__ __forceinline__ float InverseLength(ssm::Tile<kChunk, kD, Layout>& tile, int token) {
   float sum = 0;

@@ -39,9 +39,9 @@ class MeshResource(KnownFields):
                    divides, too, and inside a `jax.shard_map`. The rows of the batch that a device has are the number
                    that copies least.
     keep_gathered_weights: Whether dense layers under a recipe keep what fprop gathers of a weight over fsdp_resource
-                   until dgrad reads it: one all-gather of FP8 instead of two. From a layer's
-                   forward pass to its backward pass each device holds a byte of each number of its weights, instead
-                   of a byte of each number of its part. `jax.checkpoint` gathers again, unless its policy saves
+                   until dgrad reads it: one all-gather of FP8 instead of two. From a layer's forward pass to its
+                   backward pass each device holds a byte of each number of its weights, instead of a byte of each
+                   number of its part. `jax.checkpoint` gathers again, unless its policy saves
                    GEMM and KERNEL of `te_jax.checkpoint_policies`. It changes nothing for weights in MXFP8, whose
                    layouts have scales of their own (said once), products out of FP8, weights of experts, the head's
                    loss, and a layer inside a `jax.shard_map` over fsdp_resource.
