@@ -1,6 +1,7 @@
 """Cases of the gated delta rule, with a gate for each head or, KDA, each channel of keys, next to the Triton kernels of
-flash-linear-attention (the package `fla`), eager and as a CUDA graph, and to FlashQLA's of TileLang as a CUDA graph,
-where these are installed. All divide queries and keys by their lengths.
+flash-linear-attention (the package `fla`), eager and as a CUDA graph, and as CUDA graphs to FlashQLA's of TileLang and,
+in KDA's forward pass, FlashKDA's of CUTLASS, where these are installed. All divide queries and keys by their lengths.
+FlashKDA makes gates and beta of logits in bf16 inside of its kernels; the others read gates as logarithms in f32.
 
 A step with a backward pass holds y, as torch's does, and returns the gradients of all operands. `peak_bytes` of a peer
 is what torch had allocated at most, te_jax's is XLA's account of the call.
@@ -34,6 +35,7 @@ PEERS = {
     "fla eager": Peer("fla", False, True),
     "fla graph": Peer("fla", True),
     "flash_qla graph": Peer("flash_qla", True, True),
+    "flash_kda graph": Peer("flash_kda", True),
 }
 
 
@@ -106,14 +108,19 @@ class Rule:
         dy = normal(5, (self.batch, self.seq, self.heads, self.d))
         return compiled(both, [(self.operands(), self.segments(), dy)])
 
-    def has(self, peer: Peer) -> bool:
-        """Whether the peer has this rule: FlashQLA has one gate a head, and 128 channels."""
-        return peer.package == "fla" or (not self.by_channel and self.d == 128)
+    def has(self, peer: Peer, backward: bool) -> bool:
+        """Whether the peer computes this: FlashQLA has one gate a head, FlashKDA one a channel, as many heads of keys
+        as of values, and no backward pass; both have 128 channels."""
+        if peer.package == "flash_qla":
+            return not self.by_channel and self.d == 128
+        if peer.package == "flash_kda":
+            return self.by_channel and not backward and self.groups == self.heads and self.d == 128
+        return True
 
     def cases(self, peers: Mapping[str, Peer]) -> Iterator[Case]:
         """peers: those to run next to it, where they have it."""
-        others = {impl: peer for impl, peer in peers.items() if self.has(peer)}
         for backward in (False, True):
+            others = {impl: peer for impl, peer in peers.items() if self.has(peer, backward)}
             name = f"{self.name} {'fwd+bwd' if backward else 'fwd'}"
             work = dict(flops=self.flops(backward), bytes=self.bytes(backward), suite="delta")
             yield Case(name, TE, partial(self.build, backward), beside=tuple(others), **work)

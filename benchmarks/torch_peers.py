@@ -1,5 +1,5 @@
-"""torch's GEMMs, mamba_ssm's scan, and the gated delta rule of fla and FlashQLA, in a process of their own: two
-frameworks would fight for one GPU's memory.
+"""torch's GEMMs, mamba_ssm's scan, and the gated delta rule of fla, FlashQLA and FlashKDA, in a process of their own:
+two frameworks would fight for one GPU's memory.
 
 As a program: reads lines {"kind": a name in `_KINDS`, "calls": n, "sizes": its arguments} from stdin, and answers each
 on stdout with {"ms": per call}, where n is 0 with {"peak_bytes": of a call}; or with {"error": text}, and ends.
@@ -16,6 +16,7 @@ from functools import cache, lru_cache
 _WARM_UP = 5
 _BEFORE_CAPTURE = 3  # calls
 _ALIGNED = 16  # bytes: torch's grouped products want groups to begin at such
+_LEAST_GATE = -5.0  # the logarithm that FlashKDA's gates stay above; it takes none below this one
 
 
 def available(*packages: str) -> bool:
@@ -57,9 +58,10 @@ def peak_of_scan(**sizes) -> int:
 
 
 def measure_delta(calls: int, graph: bool, **sizes) -> float:
-    """ms per call of `chunk_gated_delta_rule`, or of fla's `chunk_kda`, likewise, with keys and queries of length 1.
+    """ms per call of `chunk_gated_delta_rule`, or of fla's `chunk_kda` or `flash_kda.fwd`, likewise, with keys and
+    queries of length 1.
 
-    package: "fla" or "flash_qla".
+    package: "fla", "flash_qla" or "flash_kda", which has only a forward pass, with a gate for each channel.
     shape: (b, s, g, h, d) of q, k [b, s, g, d] and v [b, s, h, d]; b is 1 where rows are packed.
     by_channel: whether each channel of keys has a gate.
     run: tokens of each sequence that a row packs, which divide s; 0: it is one.
@@ -141,29 +143,58 @@ def _scan(torch, shape, backward, graph):
 
 
 def _delta(torch, package, shape, backward, by_channel, run, graph):
-    if package == "flash_qla":
-        from flash_qla import chunk_gated_delta_rule as rule
-    elif by_channel:
-        from fla.ops.kda import chunk_kda as rule
-    else:
-        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
-
     def normal(*shape, dtype=torch.bfloat16):
         return torch.randn(*shape, device="cuda", dtype=dtype)
 
     b, s, g, h, d = shape
     of_gate = (b, s, h, d) if by_channel else (b, s, h)
     gate = -torch.nn.functional.softplus(normal(*of_gate, dtype=torch.float32) - 3)
-    operands = normal(b, s, g, d), normal(b, s, g, d), normal(b, s, h, d), gate, normal(b, s, h).sigmoid()
-    operands = [a.requires_grad_(backward) for a in operands]
-    dy = normal(b, s, h, d) if backward else None
+    tokens = normal(b, s, g, d), normal(b, s, g, d), normal(b, s, h, d)
+    logits = normal(b, s, h)
     ends = torch.arange(0, s + 1, run, device="cuda") if run else None
+    if package == "flash_kda":
+        if backward:
+            raise ValueError("flash_kda has no backward pass")
+        call = _flash_kda(torch, *tokens, gate, logits, ends)
+        return _graph(torch, call) if graph else call
+    rule = _differentiable_rule(package, by_channel)
+    operands = [a.requires_grad_(backward) for a in (*tokens, gate, logits.sigmoid())]
+    dy = normal(b, s, h, d) if backward else None
 
     def forward():
         return rule(*operands, use_qk_l2norm_in_kernel=True, cu_seqlens=ends)[0]
 
     call = (lambda: torch.autograd.grad(forward(), operands, dy)) if backward else forward
     return _graph(torch, call) if graph else call
+
+
+def _differentiable_rule(package, by_channel):
+    if package == "flash_qla":
+        from flash_qla import chunk_gated_delta_rule as rule
+    elif by_channel:
+        from fla.ops.kda import chunk_kda as rule
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
+    return rule
+
+
+def _flash_kda(torch, q, k, v, gate, logits, ends):
+    """A call of FlashKDA's forward pass. It takes neither the logarithms of gates nor beta: its kernels make them, as
+    _LEAST_GATE * sigmoid(exp(A_log) * (g + dt_bias)) and as the sigmoid of logits. So g, in bf16, is made of `gate`
+    here, outside of the call, for an A_log and a bias of zeros. The call reads half of the bytes of gates in f32, and
+    has two sigmoids more; its gates differ by the rounding of g, about 1 %."""
+    from flash_kda import fwd
+
+    h, d = v.shape[-2:]
+    g = (gate / _LEAST_GATE).logit().to(v.dtype)
+    log_a, bias = (torch.zeros(shape, device=v.device) for shape in (h, (h, d)))
+
+    def call():
+        y = torch.empty_like(v)
+        fwd(q, k, v, g, logits, d**-0.5, y, log_a, bias, _LEAST_GATE, cu_seqlens=ends)
+        return y
+
+    return call
 
 
 def _graph(torch, run):

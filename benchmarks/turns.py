@@ -60,7 +60,7 @@ SUITES = {
     "small": (small.cases, "steps of small layers, in turns with Flax"),
     "energy": (layers.energy_cases, "whole layers forward and backward, in turns with Flax: joules of a step"),
     "head": (head.cases, "the head of a language model with its loss, in turns with plain JAX"),
-    "delta": (delta.cases, "the gated delta rule, in turns with fla's kernels and FlashQLA's"),
+    "delta": (delta.cases, "the gated delta rule, in turns with kernels of fla, FlashQLA and FlashKDA"),
     "ssm": (ssm.cases, "Mamba-2's scan, convolution and block, in turns with mamba_ssm's kernels"),
 }
 

@@ -40,3 +40,12 @@ def test_next_to_fla(tmp_path, monkeypatch, capsys):
     assert asked[0] == dict(package="fla", shape=(1, 96, 1, 2, 16), backward=True, by_channel=False, run=0)
     assert graph["bound_ms"] == pytest.approx(max(graph["flops"] / 1e-2, graph["bytes"] / 1e-3) / 1e9)
     assert "x fla graph" in capsys.readouterr().out
+
+
+def test_peers_of_each_pass():
+    """fla has all rules; FlashQLA has those with a gate for each head, FlashKDA the forward pass of the others."""
+    rules = [delta.Rule(1, 8, 2, 2), delta.Rule(1, 8, 2, 2, by_channel=True), delta.Rule(1, 8, 1, 2, by_channel=True)]
+    rules.append(delta.Rule(1, 8, 2, 2, 64, by_channel=True))
+    beside = [case.beside for rule in rules for case in rule.cases(delta.PEERS) if case.impl == delta.TE]
+    fla = "fla eager", "fla graph"
+    assert beside == [(*fla, "flash_qla graph")] * 2 + [(*fla, "flash_kda graph")] + [fla] * 5
