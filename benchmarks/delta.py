@@ -148,8 +148,9 @@ def rules(tiny: bool) -> list[Rule]:
         one, by_channel = Rule(1, 96, 1, 2, 16), Rule(1, 80, 2, 2, 16, by_channel=True)
         return [one, Rule(2, 64, 2, 2, 16, run=16), by_channel]
     sizes = [(1, 8192, 16, 32), (1, 32768, 16, 32), (1, 262144, 16, 32), (4, 8192, 16, 32), (1, 8192, 64, 64)]
-    # fla's own sizes but one, whose keys have 256 channels.
-    fla = [(1, 8192, 96, 96), (2, 16384, 16, 16), (4, 2048, 16, 16), (4, 4096, 64, 64), (8, 1024, 8, 8, 64)]
+    # fla's own sizes.
+    fla = [(1, 8192, 96, 96), (2, 16384, 16, 16), (4, 2048, 16, 16), (4, 4096, 64, 64), (8, 2048, 32, 32, 256)]
+    fla += [(8, 1024, 8, 8, 64)]
     by_channel = [(1, 8192, 32, 32), (1, 8192, 96, 96), (4, 4096, 64, 64)]  # Kimi Linear's, and two of fla's
     packed = Rule(1, 32768, 16, 32, run=1024)
     one_gate = [*(Rule(*size) for size in (*sizes, *fla)), packed]

@@ -143,7 +143,7 @@ sanitize() {
 }
 
 CALLED="csrc/ssm/scan csrc/ssm/scan_hopper csrc/ssm/scan_bwd csrc/ssm/scan_bwd_states csrc/ssm/scan_bwd_chunks
-  csrc/ssm/scan_bwd_hopper csrc/ssm/steps csrc/ssm/conv csrc/delta/delta_chunks csrc/delta/delta_fwd csrc/delta/delta_hopper
+  csrc/ssm/scan_bwd_hopper csrc/ssm/steps csrc/ssm/conv csrc/delta/delta_chunks csrc/delta/delta_fwd csrc/delta/delta_hopper csrc/delta/delta_halves
   csrc/delta/channel_chunks csrc/delta/channel_bwd_chunks csrc/delta/delta_bwd csrc/delta/delta_bwd_walk csrc/delta/delta_bwd_hopper csrc/delta/delta_bwd_chunks
   csrc/delta/delta_bwd_chunks_hopper
   csrc/norm/gated_norm_fwd csrc/norm/gated_norm_block csrc/norm/gated_norm_bwd csrc/base/finish csrc/base/device

@@ -13,6 +13,8 @@ constexpr int kLast = kChunk - 1;
 constexpr int kWarps = 4,
               kThreads = 32 * kWarps;  // a warp has a band of a chunk's tokens, or of a slab's values
 constexpr int kSlab = kWarps * kBand;  // channels of values that a CTA has
+constexpr int kMostKeys = 128;         // channels of keys that a group of warps has the state of
+constexpr int kManyKeys = 2 * kMostKeys;
 
 // As products of warpgroups want them.
 template <int kColumns>
@@ -71,5 +73,12 @@ struct ChunkPart {
 // nothing that `a` has, it starts before that one is over.
 Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks,
                     bool early);
+
+// Calls `run<channels of a tile of keys, whether there are runs>()`.
+template <typename Fn>
+Status DispatchKeys(int64_t d, bool runs, Fn&& run) {
+  if (d <= kMostKeys) return ssm::DispatchStates(d, runs, run);
+  return runs ? run.template operator()<kManyKeys, true>() : run.template operator()<kManyKeys, false>();
+}
 
 }  // namespace te::delta

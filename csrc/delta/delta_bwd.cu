@@ -57,6 +57,7 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
   is_hopper = is_hopper && a.of.s > 0;  // no tensor map is empty
 #endif
   TE_TRY(MakeChunks(stream, call, a.part, chunks, is_hopper && !is_first));
+  if (!is_hopper) TE_TRY(ExpectKeys("te_gated_delta_bwd", a.of));
 #ifdef TE_HAS_90A
   if (is_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
 #endif
@@ -113,7 +114,7 @@ Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k,
   if (call.by_channel)
     again.of_channels = chunks;
   else
-    again.chunks = static_cast<const delta::Chunk*>(chunks);
+    again.chunks = args.chunks = static_cast<delta::Chunk*>(chunks);
   args.back = again, args.back.v = Data<const Bf16>(dy);
   args.kept = Data<const float>(states);
   args.dq = Data<Bf16>(dq), args.dk = Data<Bf16>(dk), args.dv = Data<Bf16>(dv);

@@ -8,20 +8,20 @@ namespace te::delta {
 namespace {
 
 // So many as there would else be no CTA of for each SM of a Hopper, and as a cluster may have everywhere.
-int PartsOf(const GradArgs& a) {
-  constexpr int kMost = 8, kCtas = 132;
+int PartsOf(const GradArgs& a, int halves) {
+  const int kMost = 8 / halves, kCtas = 132;
   const int heads = a.again.h / a.again.g;
-  const int64_t ctas = int64_t(a.of.g) * a.part.chunks * a.part.rows;
+  const int64_t ctas = int64_t(a.of.g) * a.part.chunks * a.part.rows * halves;
   int parts = int(std::min<int64_t>(kMost, std::max<int64_t>(1, kCtas / ctas)));
   while (heads % parts != 0) --parts;
   return parts;
 }
 
-Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
+Status MakeMaps(const GradArgs& a, int64_t rows, int halves, HopperGradArgs* out) {
   constexpr const char* kOp = "te_gated_delta_bwd";
   const WalkArgs& of = a.again;
   const TokenSizes keys = KeysOf(of, rows), of_slab = ValuesOfSlab(a);
-  out->a = a, out->parts = PartsOf(a), out->heads = of.h / of.g / out->parts;
+  out->a = a, out->parts = PartsOf(a, halves), out->heads = of.h / of.g / out->parts;
   TE_TRY(MapOfTokens(kOp, &out->q, of.q, keys));
   TE_TRY(MapOfTokens(kOp, &out->k, of.k, keys));
   TE_TRY(MapOfTokens(kOp, &out->dq, a.dq, keys, kBand));
@@ -33,24 +33,28 @@ Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradArgs* out) {
   return MapOfStates(kOp, &out->gradients, a.gradients, a);
 }
 
-template <int kD, bool kRuns>
-Status Run(cudaStream_t stream, const HopperGradArgs& given) {
-  const GradArgs& a = given.a;
-  const auto kernel = te_gated_delta_bwd_chunks_hopper<kD, kRuns>;
+template <int kD, bool kRuns, int kHalves = 1>
+Status Run(cudaStream_t stream, const GradArgs& a, int64_t rows) {
+  HopperGradArgs given{};
+  TE_TRY(MakeMaps(a, rows, kHalves, &given));
+  const auto kernel = te_gated_delta_bwd_chunks_hopper<kD, kRuns, kHalves>;
   constexpr size_t kBytes = sizeof(HopperGradShared<kD, kRuns>);
   static_assert(kBytes <= 227 * 1024);
   TE_TRY(ssm::AllowShared(kernel, kBytes));
-  const dim3 grid(a.of.g * given.parts, a.part.There(a.of.s), a.part.rows);
-  return LaunchBehind(stream, true, kernel, grid, ssm::kHopperThreads, kBytes, given, given.parts);
+  const unsigned ctas = given.parts * kHalves;
+  const dim3 grid(a.of.g * ctas, a.part.There(a.of.s), a.part.rows);
+  return LaunchBehind(stream, true, kernel, grid, ssm::kHopperThreads, kBytes, given, ctas);
 }
 
 }  // namespace
 
 Status RunGradChunksOnHopper(cudaStream_t stream, const GradArgs& a, int64_t rows) {
-  HopperGradArgs given{};
-  TE_TRY(MakeMaps(a, rows, &given));
-  return ssm::DispatchStates(a.of.d, a.of.runs,
-                             [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, given); });
+  return DispatchKeys(a.of.d, a.of.runs, [&]<int kD, bool kRuns>() {
+    if constexpr (kD > kMostKeys)
+      return Run<kMostKeys, kRuns, kD / kMostKeys>(stream, a, rows);
+    else
+      return Run<kD, kRuns>(stream, a, rows);
+  });
 }
 
 }  // namespace te::delta

@@ -10,7 +10,9 @@ namespace te::delta {
 // results. One warpgroup has dq and dv, one dk, one the gradients to scores. What follows from a product of a
 // state with queries or keys before it is weighed is what tokens make of that; so what is added to dq and dk
 // is one product of all heads, whose tokens are weighed.
-template <int kD, bool kRuns>
+// kHalves: two CTAs of a cluster have kD channels of queries and keys each. All but what a token's length
+// takes away is linear in these.
+template <int kD, bool kRuns, int kHalves>
 struct HopperGradients {
   using Shared = HopperGradShared<kD, kRuns>;
   using Known = typename Shared::Known;
@@ -18,8 +20,10 @@ struct HopperGradients {
   const HopperGradArgs& given;
   Shared& s;
   const GradArgs& a = given.a;
-  const int row = blockIdx.z, chunk = blockIdx.y, index = blockIdx.x;
+  const int row = blockIdx.z, chunk = blockIdx.y, index = blockIdx.x / kHalves;
 
+  __device__ __forceinline__ int Half() const { return blockIdx.x % kHalves; }
+  __device__ __forceinline__ int FirstKey() const { return Half() * kD; }
   __device__ __forceinline__ int Group() const { return index / given.parts; }
   __device__ __forceinline__ int64_t Row() const { return a.part.first_row + row; }
   __device__ __forceinline__ int Token() const { return (a.part.first_chunk + chunk) * kChunk; }
@@ -27,10 +31,10 @@ struct HopperGradients {
   __device__ __forceinline__ int Heads() const { return given.heads; }
   __device__ __forceinline__ int Units() const { return Heads() * Tiles(); }
   __device__ __forceinline__ int Head(int i) const { return index * Heads() + i; }
-  __device__ __forceinline__ const Weights& WeightsOf(int i) const {
-    const int64_t at = a.again.part.At(Row(), Token() / kChunk, Head(i), a.again.h);
-    return a.again.chunks[at].weights;
+  __device__ __forceinline__ Chunk& ChunkOf(int i) const {
+    return a.chunks[a.again.part.At(Row(), Token() / kChunk, Head(i), a.again.h)];
   }
+  __device__ __forceinline__ const Weights& WeightsOf(int i) const { return ChunkOf(i).weights; }
   // Whether any token is of the run before the chunk. If not, nothing of the state may enter: 0 times its inf
   // would stay. Where some are, what they write reaches all of the chunk.
   __device__ __forceinline__ bool SeesState() const { return s.runs.Continues(0); }
@@ -53,8 +57,9 @@ struct HopperGradients {
     const uint32_t of_group = AddressOf(s.group_full);
     ArriveExpecting(of_group, 2 * ssm::kWideBytes<kD>);
     for (int box = 0; box < kD / 64; ++box) {
-      CopyBox(AddressOf(s.q + box * kBoxBytes), &given.q, of_group, 64 * box, Group(), Token(), Row());
-      CopyBox(AddressOf(s.k + box * kBoxBytes), &given.k, of_group, 64 * box, Group(), Token(), Row());
+      const int key = FirstKey() + 64 * box;
+      CopyBox(AddressOf(s.q + box * kBoxBytes), &given.q, of_group, key, Group(), Token(), Row());
+      CopyBox(AddressOf(s.k + box * kBoxBytes), &given.k, of_group, key, Group(), Token(), Row());
     }
     const int of_slab = row * a.part.chunks + chunk;
     for (int i = 0; i < Units(); ++i) {
@@ -66,8 +71,9 @@ struct HopperGradients {
       CopyBytes(AddressOf(&s.known[i % kStages]), &WeightsOf(i / Tiles()), sizeof(Known), full);
       for (int box = 0; box < kD / 64; ++box) {
         const uint32_t at = box * kBoxBytes;
-        CopyBox(AddressOf(stage.state + at), &given.states, full, 64 * box, first, head, of_slab);
-        CopyBox(AddressOf(stage.gradient + at), &given.gradients, full, 64 * box, first, head, of_slab);
+        const int key = FirstKey() + 64 * box;
+        CopyBox(AddressOf(stage.state + at), &given.states, full, key, first, head, of_slab);
+        CopyBox(AddressOf(stage.gradient + at), &given.gradients, full, key, first, head, of_slab);
       }
       CopyBox(AddressOf(stage.dy), &given.dy, full, first, head, Token(), Row());
       CopyBox(AddressOf(stage.written), &given.written, full, first, head, chunk * kChunk, row);
@@ -112,15 +118,29 @@ struct HopperGradients {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int token = 2 * Lane() + i;
-        if (Token() + token >= a.again.s) continue;
-        const int64_t at = (Row() * a.again.s + Token() + token) * a.again.h + Head(head);
-        a.dgate[at] = past[i], a.dbeta[at] = sums.along[token] - sums.Says(token);
+        const float of_gate = past[i], of_beta = sums.along[token] - sums.Says(token);
+        if (Half() > 0) {
+          GatesOf(head)[0][token] = of_gate, GatesOf(head)[1][token] = of_beta;
+        } else if (Token() + token < a.again.s) {
+          const int64_t at = GateAt(head, token);
+          a.dgate[at] = of_gate, a.dbeta[at] = of_beta;
+        }
       }
       ssm::Release(s.sums_empty[head % 2]);
     }
   }
 
-  // A warpgroup: dq, dv, and v times the gradient to what tokens write.
+  __device__ __forceinline__ int64_t GateAt(int head, int token) const {
+    return (Row() * a.again.s + Token() + token) * a.again.h + Head(head);
+  }
+  // What the second half has of a head's dgate and dbeta, where the chunk's inverse was, which only walks
+  // read.
+  using OfGate = float[kChunk];
+  __device__ __forceinline__ OfGate* GatesOf(int head) const {
+    return reinterpret_cast<OfGate*>(ChunkOf(head).inverse.cells);
+  }
+
+  // A warpgroup: dq, and by the first half dv, and v times the gradient to what tokens write.
   __device__ __forceinline__ void OfQueries() const {
     float dq[kD / 2] = {};
     ssm::WaitFull(s.group_full, 0);
@@ -131,7 +151,7 @@ struct HopperGradients {
         const int first = tile * kSlab;
         const int64_t values = ValuesAt(Head(head), first);
         Values v{};
-        LoadValues(v, values, first);  // on their way meanwhile
+        if (Half() == 0) LoadValues(v, values, first);  // on their way meanwhile
         ssm::WaitFull(s.full, i);
         const auto& stage = s.stages[i % kStages];
         const Weights& weights = s.known[i % kStages].weights;
@@ -139,7 +159,7 @@ struct HopperGradients {
         float read[32];
         uint32_t dy[4][4];
         MultiplyState<kD>(read, s.q, stage.state);
-        OfValues(stage.alone, weights.betas, v, values, first, along);
+        if (Half() == 0) OfValues(stage.alone, weights.betas, v, values, first, along);
         LoadWeighed(dy, stage.dy, by);
         WaitForProducts<0>();
         Settle(read);
@@ -270,12 +290,15 @@ struct HopperGradients {
     return s.stages[Units() % kStages];
   }
 
+  // The inverse lengths of queries or keys.
+  __device__ __forceinline__ const float* Lengths(bool of_queries) const {
+    const Pairs& pairs = s.known[(Units() - 1) % kStages].pairs;
+    return of_queries ? pairs.of_queries : pairs.of_keys;
+  }
   // Less what a token's length takes away of the gradient, where it is divided by it: what lies along the
   // token. By way of the stage behind the one of scores.
   __device__ __forceinline__ void Write(const CUtensorMap* map, float (&of)[kD / 2], const uint8_t* tokens,
                                         bool of_queries) const {
-    const Pairs& pairs = s.known[(Units() - 1) % kStages].pairs;
-    const float* lengths = of_queries ? pairs.of_queries : pairs.of_keys;
     if (a.of.normalize) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -284,13 +307,16 @@ struct HopperGradients {
           const uint8_t* at = tokens + j / 8 * kBoxBytes + InBox(token, j % 8) + Lane() % 4 * 4;
           return ssm::Unpack(*reinterpret_cast<const uint32_t*>(at));
         };
-        float less = 0;
+        float along = 0;
 #pragma unroll
         for (int j = 0; j < kD / 8; ++j) {
           const float2 two = two_of(j);
-          less += two.x * of[4 * j + 2 * half] + two.y * of[4 * j + 2 * half + 1];
+          along += two.x * of[4 * j + 2 * half] + two.y * of[4 * j + 2 * half + 1];
         }
-        less = WarpSum<4>(less) * lengths[token] * lengths[token];
+        along = WarpSum<4>(along);
+        if (AreParts() && Lane() % 4 == 0) s.along[of_queries][token] = along;
+        if (AreParts()) continue;
+        const float less = along * Lengths(of_queries)[token] * Lengths(of_queries)[token];
 #pragma unroll
         for (int j = 0; j < kD / 8; ++j) {
           const float2 two = two_of(j);
@@ -300,7 +326,7 @@ struct HopperGradients {
     }
     const int next = Units() + (of_queries ? 1 : 2);
     ssm::WaitEmpty(s.empty, next);
-    if (given.parts > 1) return PutPart(of, of_queries);
+    if (AreParts()) return PutPart(of, of_queries);
     const uint32_t piece = AddressOf(&s.stages[next % kStages]) + ssm::WarpOfGroup() * ssm::kPieceBytes;
 #pragma unroll
     for (int box = 0; box < kD / 64; ++box) ssm::PutRows(piece + box * kBoxBytes, of + 32 * box);
@@ -313,8 +339,9 @@ struct HopperGradients {
     WaitForStores();
   }
 
-  // Where the heads of a key are those of several CTAs, dq or dk of this one's, f32 [64, kD], in the stage
-  // behind the one of scores, or in the next.
+  // Where the heads of a key, or its channels, are those of several CTAs, dq or dk of this one's, f32
+  // [64, kD], in the stage behind the one of scores, or in the next.
+  __device__ __forceinline__ bool AreParts() const { return kHalves > 1 || given.parts > 1; }
   static constexpr int kPitch = kD + 8;
   static_assert(kChunk * kPitch * 4 <= sizeof(typename Shared::Stage));
   __device__ __forceinline__ uint8_t* PartOf(bool queries) const {
@@ -327,47 +354,77 @@ struct HopperGradients {
       reinterpret_cast<float2*>(PartOf(of_queries))[at / 2] = make_float2(of[i], of[i + 1]);
     }
   }
-  // All threads: of each CTA of the cluster some tokens, summed over all in the order of heads.
+  // All threads: of each CTA of the cluster some tokens, of its channels, summed over all in the order of
+  // heads.
   __device__ __forceinline__ void AddParts() const {
     SyncCluster();
     constexpr int kPieces = kD / 4, kOfOne = kChunk * kPieces;
-    for (int i = int(ClusterRank()) * ssm::kHopperThreads + threadIdx.x; i < 2 * kOfOne;
+    for (int i = int(ClusterRank()) / kHalves * ssm::kHopperThreads + threadIdx.x; i < 2 * kOfOne;
          i += given.parts * ssm::kHopperThreads) {
       const bool of_queries = i < kOfOne;
-      const int token = i % kOfOne / kPieces, column = i % kPieces * 4;
-      if (Token() + token >= a.again.s || column >= a.again.d) continue;
+      const int token = i % kOfOne / kPieces, column = i % kPieces * 4, key = FirstKey() + column;
+      if (Token() + token >= a.again.s || key >= a.again.d) continue;
       const uint32_t at = AddressOf(PartOf(of_queries)) + (token * kPitch + column) * 4;
       float sums[4] = {};
       for (int other = 0; other < given.parts; ++other) {
-        const float4 of = LoadAt(at, other);
+        const float4 of = LoadAt(at, other * kHalves + Half());
         sums[0] += of.x, sums[1] += of.y, sums[2] += of.z, sums[3] += of.w;
       }
-      const int64_t to = ((Row() * a.again.s + Token() + token) * a.again.g + Group()) * a.again.d + column;
+      if (a.of.normalize) TakeAlong(sums, of_queries, token, column);
+      const int64_t to = ((Row() * a.again.s + Token() + token) * a.again.g + Group()) * a.again.d + key;
       Store((of_queries ? a.dq : a.dk) + to, Round<Bf16, 4>(sums));
     }
+    if (kHalves > 1 && Half() == 0) AddGates();
     SyncCluster();
   }
+  // Four neighbours of a token less what its length takes away.
+  __device__ __forceinline__ void TakeAlong(float (&sums)[4], bool of_queries, int token, int column) const {
+    float along = 0;
+    for (int other = 0; other < given.parts * kHalves; ++other) {
+      const float4 of = LoadAt(AddressOf(&s.along[of_queries][token / 4 * 4]), other);
+      along += token % 4 < 2 ? (token % 4 < 1 ? of.x : of.y) : token % 4 < 3 ? of.z : of.w;
+    }
+    const float less = along * Lengths(of_queries)[token] * Lengths(of_queries)[token];
+    const uint8_t* tokens = (of_queries ? s.q : s.k) + column / 64 * kBoxBytes;
+    const uint8_t* at = tokens + InBox(token, column % 64 / 8) + column % 8 * 2;
+    const auto four = Load<4>(reinterpret_cast<const Bf16*>(at));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[i] -= less * float(four[i]);
+  }
+  // The gradients to gates and betas, with what the second half has of them.
+  __device__ __forceinline__ void AddGates() const {
+    for (int i = threadIdx.x; i < Heads() * kChunk; i += ssm::kHopperThreads) {
+      const int head = i / kChunk, token = i % kChunk;
+      if (Token() + token >= a.again.s) continue;
+      const int64_t at = GateAt(head, token);
+      a.dgate[at] += GatesOf(head)[0][token], a.dbeta[at] += GatesOf(head)[1][token];
+    }
+  }
 
-  // A warpgroup: the gradients to scores.
+  // A warpgroup: the gradients to scores, by so many of a head's units together.
+  static constexpr int kTogether = 2;
+  static_assert(kTogether < kStages);
   __device__ __forceinline__ void OfScores() const {
     float dqueries[32] = {}, dkeys[32] = {};
     ssm::WaitFull(s.group_full, 0);
     for (int head = 0; head < Heads(); ++head) {
-      const int last = (head + 1) * Tiles() - 1;
-      const Known& known = s.known[last % kStages];
       float reads[2] = {}, says[2] = {}, from[8][2] = {}, scores[32], products[32];
-      MultiplyState<kD>(scores, s.q, s.k);
-      MultiplyWritten(products, head, [](const auto& stage) { return stage.dy; });
-      WaitForProducts<0>();
-      Settle(scores), Settle(products);
-      Weigh<true>(known, scores, products, dqueries, reads, from);
-      MultiplyState<kD>(scores, s.k, s.k);
-      MultiplyWritten(products, head, [](const auto& stage) { return stage.alone; });
-      WaitForProducts<0>();
-      Settle(scores), Settle(products);
-      for (int i = head * Tiles(); i < last; ++i) ssm::Release(s.empty[i % kStages]);
-      Weigh<false>(known, scores, products, dkeys, says, from);
-      ssm::Release(s.empty[last % kStages]);
+      for (int tile = 0; tile < Tiles(); tile += kTogether) {
+        const int first = head * Tiles() + tile, last = first + min(kTogether, Tiles() - tile) - 1;
+        const Known& known = s.known[last % kStages];
+        MultiplyState<kD>(scores, s.q, s.k);
+        MultiplyWritten(products, first, last, [](const auto& stage) { return stage.dy; });
+        WaitForProducts<0>();
+        Settle(scores), Settle(products);
+        Weigh<true>(known, scores, products, dqueries, reads, from);
+        MultiplyState<kD>(scores, s.k, s.k);
+        MultiplyWritten(products, first, last, [](const auto& stage) { return stage.alone; });
+        WaitForProducts<0>();
+        Settle(scores), Settle(products);
+        for (int i = first; i < last; ++i) ssm::Release(s.empty[i % kStages]);
+        Weigh<false>(known, scores, products, dkeys, says, from);
+        ssm::Release(s.empty[last % kStages]);
+      }
       ssm::WaitEmpty(s.sums_empty, head);
       auto& sums = s.sums[head % 2];
       PutSums(sums.reads[1], reads), PutSums(sums.says[1], says);
@@ -387,12 +444,11 @@ struct HopperGradients {
     FenceAsync();
     ssm::Release(s.scores_full[0]);
   }
-  // products = tokens written^T of a head, both along all its values; to be waited for.
+  // products = tokens written^T, both along the values of the units from `first` to `last`; to be waited for.
   template <typename TokensOf>
-  __device__ __forceinline__ void MultiplyWritten(float (&products)[32], int head,
+  __device__ __forceinline__ void MultiplyWritten(float (&products)[32], int first, int last,
                                                   TokensOf&& tokens_of) const {
-    for (int tile = 0; tile < Tiles(); ++tile) {
-      const int i = head * Tiles() + tile;
+    for (int i = first; i <= last; ++i) {
       ssm::WaitFull(s.full, i);
       const auto& stage = s.stages[i % kStages];
       const uint64_t left = TileDescriptor<false>(AddressOf(tokens_of(stage)));
@@ -401,7 +457,7 @@ struct HopperGradients {
 #pragma unroll
       for (int k = 0; k < kSlab / 16; ++k)
         MultiplyTiles<Factors::kBF16, false, false>(products, left + ssm::Along(k), right + ssm::Along(k),
-                                                    tile + k);
+                                                    i - first + k);
       CommitProducts();
     }
   }
@@ -447,19 +503,19 @@ struct HopperGradients {
   }
 };
 
-template <int kD, bool kRuns>
+template <int kD, bool kRuns, int kHalves>
 __global__ void __launch_bounds__(ssm::kHopperThreads, 1)
     te_gated_delta_bwd_chunks_hopper(const __grid_constant__ HopperGradArgs given) {
 #ifdef __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ __align__(1024) uint8_t shared[];
   LetNextStart();
   AwaitPrevious();
-  HopperGradients<kD, kRuns> of{given, *reinterpret_cast<HopperGradShared<kD, kRuns>*>(shared)};
+  HopperGradients<kD, kRuns, kHalves> of{given, *reinterpret_cast<HopperGradShared<kD, kRuns>*>(shared)};
   of.Begin();
   const int group = ssm::GroupIndex();
   // In each branch anew, as their threads have their own number of registers.
   const auto leave = [&] {
-    if (given.parts > 1) of.AddParts();
+    if (of.AreParts()) of.AddParts();
   };
   if (group == 3) {
     GiveRegisters<40>();

@@ -10,7 +10,7 @@ namespace te::delta {
 
 struct HopperGradArgs {
   GradArgs a;
-  int parts, heads;  // of the heads that share a key, the CTAs of a cluster; and how many each has
+  int parts, heads;  // the heads that share a key, by CTAs of a cluster; and how many each has
   // Of [rows, s, h, e] and [rows, s, g, d], or of a slab's tokens, in boxes of 64 tokens, or of 16 of dq and
   // dk; of [slab rows chunks, h, e, d] in boxes of 64 channels of values.
   CUtensorMap q, k, dy, written, alone, states, gradients, dq, dk;
@@ -33,6 +33,8 @@ struct HopperGradShared {
   struct Sums : GradSums<2, 1, 2> {
     float along[kChunk];  // v times the gradient to what a token writes
   } sums[2];              // of heads
+  // Tokens times the gradients to them, of queries and keys, where other CTAs have the rest of these.
+  alignas(16) float along[2][kChunk];
   ssm::Runs<kRuns> runs;
   uint64_t full[kStages], empty[kStages], sums_full[2], sums_empty[2], group_full[1], scores_full[1];
 };

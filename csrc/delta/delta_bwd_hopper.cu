@@ -20,6 +20,8 @@ template <typename Gate>
 Status RunGate(cudaStream_t stream, const HopperGradWalkArgs& given) {
   const GradArgs& a = given.a;
   if (a.of.d <= 64) return Run<64, Gate, 1>(stream, given);
+  if constexpr (!Gate::kByChannel)
+    if (a.of.d > kMostKeys) return RunGradHalves(stream, given);
   bool wide = false;
   // The walks forward are shorter, together as long as the one back.
   TE_TRY(IsWide(a.again, a.part.rows, 2, &wide));

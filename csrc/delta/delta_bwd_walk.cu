@@ -8,7 +8,9 @@ template <int kD, int kStages, typename Gate>
 __global__ void __launch_bounds__(kThreads, kStages > 1 ? 1 : 2) te_gated_delta_bwd_walk(const GradArgs a) {
   extern __shared__ uint4 memory[];
   auto& shared = *reinterpret_cast<WalkShared<kD, kStages, Gate>*>(memory);
-  RunGradWalk<kD, kStages, WarpProducts, Gate, 1>(a, shared, 0, [](auto&& walk) { WalkAlong(walk); });
+  RunGradWalk<GradSteps<kD, kStages, WarpProducts, true, Gate, 1>,
+              GradSteps<kD, kStages, WarpProducts, false, Gate, 1>>(a, shared, 0, int(blockIdx.y) * kSlab,
+                                                                    [](auto&& walk) { WalkAlong(walk); });
 }
 
 template <int kD, int kStages, typename Gate>

@@ -7,9 +7,8 @@
 namespace te::delta {
 
 // Forward over kKept tokens, or, kBack, over the slab's from the last to the first.
-template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups>
-struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
-  using Base = GradSteps<kD, kStages, Products, kBack, Gate, kGroups>;
+template <typename Base, bool kBack>
+struct GradWalk : Base {
   using Base::a, Base::row, Base::head, Base::first;
   const GradArgs& of;
   const int first_chunk, chunks;
@@ -21,7 +20,7 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   __device__ __forceinline__ int Count() const { return chunks; }
   __device__ __forceinline__ int ChunkOf(int i) const { return first_chunk + (kBack ? chunks - 1 - i : i); }
   __device__ __forceinline__ ChunkPart Part() const { return of.part; }
-  __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(ChunkOf(i), i % kStages); }
+  __device__ __forceinline__ void FetchNext(int i) { Base::Fetch(ChunkOf(i), i % Base::kRing); }
   __device__ __forceinline__ Bf16* To(int i) const {
     return (kBack ? of.gradients_written : of.written) + of.Written(row, ChunkOf(i), head, first);
   }
@@ -31,29 +30,30 @@ struct GradWalk : GradSteps<kD, kStages, Products, kBack, Gate, kGroups> {
   __device__ __forceinline__ void Next(int i, Meanwhile&& meanwhile, Write&& write) {
     const auto keep = [&] {
       meanwhile();
-      if constexpr (Products::kOfWarps)
+      if constexpr (Base::kOfWarps)
         Base::Keep((kBack ? of.gradients : of.states) + of.State(row, ChunkOf(i), head));
     };
     if constexpr (kBack)
-      Base::StepBack(i % kStages, keep, write);
+      Base::StepBack(i % Base::kRing, keep, write);
     else
-      Base::Step(i % kStages, keep, write);
+      Base::Step(i % Base::kRing, keep, write);
   }
   __device__ __forceinline__ void End() {
     if (kBack) Base::Store(of.before, index);
   }
 };
 
-// blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward. run: gets the walk.
-template <int kD, int kStages, typename Products, typename Gate, int kGroups, typename Run>
-__device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kStages, Gate, kGroups>& shared,
-                                            int group, Run&& run) {
+// blockIdx.z: the slab's rows, back; behind them each kKept tokens of the rows, forward. `Back`, `Forward`:
+// their steps. first: channel of values of the group. run: gets the walk.
+template <typename Back, typename Forward, typename Shared, typename Run>
+__device__ __forceinline__ void RunGradWalk(const GradArgs& a, Shared& shared, int group, int first,
+                                            Run&& run) {
   const ChunkPart& part = a.part;
-  const int head = blockIdx.x, first = (int(blockIdx.y) * kGroups + group) * kSlab;
+  const int head = blockIdx.x;
   const int there = part.There(a.of.s);
   if (int(blockIdx.z) < part.rows) {
     const int row = part.first_row + blockIdx.z;
-    run(GradWalk<kD, kStages, Products, true, Gate, kGroups>{
+    run(GradWalk<Back, true>{
         {a.back, shared, row, head, first, group, {}, {}}, a, part.first_chunk, there, a.after, row});
     return;
   }
@@ -63,7 +63,7 @@ __device__ __forceinline__ void RunGradWalk(const GradArgs& a, WalkShared<kD, kS
   if (begins >= there) return;
   const int64_t at = int64_t(row) * ((a.of.s + kKept - 1) / kKept) + chunk / kChunks;
   const int chunks = min(kChunks, there - begins);
-  run(GradWalk<kD, kStages, Products, false, Gate, kGroups>{
+  run(GradWalk<Forward, false>{
       {a.again, shared, row, head, first, group, {}, {}}, a, chunk, chunks, a.kept, at});
 }
 

@@ -239,8 +239,8 @@ Status Run(cudaStream_t stream, const ChunksArgs& of, bool early) {
 
 Status LaunchChunks(cudaStream_t stream, const ChunkArgs& a, const ChunkPart& part, Chunk* chunks,
                     bool early) {
-  return ssm::DispatchStates(
-      a.d, a.runs, [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, {a, part, chunks}, early); });
+  return DispatchKeys(a.d, a.runs,
+                      [&]<int kD, bool kRuns>() { return Run<kD, kRuns>(stream, {a, part, chunks}, early); });
 }
 
 }  // namespace te::delta

@@ -76,6 +76,7 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
   TE_TRY(IsHopper(&is_hopper));
   if (is_hopper && of.s > 0) return delta::RunHopper(stream, walk, call.rows);
 #endif
+  TE_TRY(delta::ExpectKeys(kOp, of));
   return (of.d <= 64 ? delta::RunGate<64> : delta::RunGate<128>)(stream, walk, call.rows);
 }
 

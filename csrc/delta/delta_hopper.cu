@@ -22,6 +22,8 @@ Status RunGate(cudaStream_t stream, const HopperWalkArgs& given, int64_t rows) {
   const WalkArgs& a = given.a;
   const dim3 grid(a.h, unsigned(CeilDiv(a.e, kSlab)), unsigned(rows));
   if (a.d <= 64) return Run<64, Gate, 1>(stream, given, grid);
+  if constexpr (!Gate::kByChannel)
+    if (a.d > kMostKeys) return RunHalves(stream, given, rows);
   bool wide = false;
   TE_TRY(IsWide(a, rows, 1, &wide));
   return (wide ? Run<128, Gate, 2> : Run<128, Gate, 1>)(stream, given, grid);

@@ -74,6 +74,9 @@ struct HopperShared {
   using Tiles = WalkShared<kD, kStages, Gate, kGroups>;
   Tiles tiles;
   std::conditional_t<kBack, StateTiles<kD, kGroups>, NoTiles> states;
+
+  __device__ __forceinline__ uint8_t* StateOf(int group) { return states.of[group]; }
+
   alignas(8) uint64_t full[kStages], empty[kStages], y_full[1], y_empty[1], state_full[1], state_empty[1];
 
   __device__ __forceinline__ void Begin() {
@@ -177,9 +180,19 @@ __device__ __forceinline__ void CopyStates(Shared& s, Walk& walk, const WalkMaps
     const int chunk = walk.ChunkOf(i) - part.first_chunk, row = int(walk.row) - part.first_row;
     for (int j = 0; j < Walk::kSlabs; ++j)
       for (int box = 0; box < Walk::kKeys / 64; ++box)
-        StoreBox(maps.states, AddressOf(s.states.of[j] + box * kBoxBytes), 64 * box, walk.first + j * kSlab,
+        StoreBox(maps.states, AddressOf(s.StateOf(j) + box * kBoxBytes), 64 * box, walk.first + j * kSlab,
                  walk.head, row * part.chunks + chunk);
   });
+}
+
+// A warpgroup, of which a warp each does so.
+template <typename Shared, typename Walk>
+__device__ __forceinline__ void CopyForWalk(Shared& s, Walk& walk, const WalkMaps& maps) {
+  const int warp = ssm::WarpOfGroup();
+  if (warp == 0) CopyChunks(s, walk, maps);
+  if (warp == 1) CopyY(s, walk, maps);
+  if constexpr (Walk::kLeavesStates)
+    if (warp == 2) CopyStates(s, walk, maps);
 }
 
 template <typename Shared, typename Walk>
@@ -217,11 +230,7 @@ __device__ __forceinline__ void TakePart(Shared& s, Walk&& walk, const WalkMaps&
   AwaitPrevious();
   if (ssm::GroupIndex() == 0) {
     if constexpr (kGroups > 1) GiveRegisters<3 * 168 - 2 * kRegisters>();
-    const int warp = ssm::WarpOfGroup();
-    if (warp == 0) CopyChunks(s, walk, maps);
-    if (warp == 1) CopyY(s, walk, maps);
-    if constexpr (std::decay_t<Walk>::kLeavesStates)
-      if (warp == 2) CopyStates(s, walk, maps);
+    CopyForWalk(s, walk, maps);
   } else {
     if constexpr (kGroups > 1) TakeRegisters<kRegisters>();
     WalkBehind(s, walk);
@@ -232,6 +241,8 @@ struct HopperWalkArgs {
   WalkArgs a;
   CUtensorMap q, k, v, y;
 };
+// Where keys have more than kMostKeys channels.
+Status RunHalves(cudaStream_t stream, const HopperWalkArgs& given, int64_t rows);
 
 template <int kD, typename Gate, int kGroups>
 __global__ void __launch_bounds__(kWalkThreads<kGroups>, 1)

@@ -137,21 +137,25 @@ __device__ __forceinline__ void AsLeft(uint32_t (&words)[4], const float (&of)[k
   }
 }
 
-// kReads: it makes y. If not, what tokens write stands there instead.
-template <int kD, int kStages, typename Products, bool kReads = true, typename Gate = OfHead, int kGroups = 1>
+// kReads: it makes y. If not, what tokens write stands there instead. kParts: the channels of keys are cut
+// into so many, of which the warps have the state of kPart's.
+template <int kD, int kStages, typename Products, bool kReads = true, typename Gate = OfHead, int kGroups = 1,
+          int kParts = 1, int kPart = 0>
 struct Walk {
+  static constexpr int kOwn = kD / kParts, kFirstKey = kPart * kOwn;
   using Weighing = typename Gate::template Weights<kD>;
   const WalkArgs& a;
   WalkShared<kD, kStages, Gate, kGroups>& s;
   const int64_t row;
   const int head, first, group;  // channel of values, of the warp's group
-  float state[kD / 2];           // [16, kD] of the warp
+  float state[kOwn / 2];         // [16, kOwn] of the warp
   uint32_t y[kChunk / 4];        // [16, 64], of the last chunk
 
   static constexpr int kRing = kStages, kWalking = kGroups * kThreads, kKeys = kD, kSlabs = kGroups;
   // Whether weights are loaded ahead of the products that they weigh: two groups have no registers for them.
   static constexpr bool kEarly = kGroups == 1;
-  static constexpr bool kLooks = kReads, kByChannel = Gate::kByChannel, kLeavesStates = false;
+  static constexpr bool kLooks = kReads, kByChannel = Gate::kByChannel, kLeavesStates = false,
+                        kOfWarps = Products::kOfWarps;
 
   __device__ __forceinline__ static int Band() { return kBand * (WarpIndex() % kWarps); }
   __device__ __forceinline__ static void Meet() { Products::template Meet<kWalking>(); }
@@ -194,15 +198,16 @@ struct Walk {
   // Each number of the state: where it is in memory, of those that are there.
   template <typename Fn>
   __device__ __forceinline__ void EachOfState(int64_t index, Fn&& fn) {
-    const int value = Band() + ssm::RowOf(0), key = ssm::ColumnOf(0);
+    const int value = Band() + ssm::RowOf(0), key = kFirstKey + ssm::ColumnOf(0);
     const int64_t from = ((index * a.h + head) * a.d + key) * a.e + first + value;
-    if (a.d == kD && first + kSlab <= a.e) {
+    if (a.d >= kFirstKey + kOwn && first + kSlab <= a.e) {
 #pragma unroll
-      for (int i = 0; i < kD / 2; ++i) fn(state[i], from + int64_t(i / 4 * 8 + i % 2) * a.e + i % 4 / 2 * 8);
+      for (int i = 0; i < kOwn / 2; ++i)
+        fn(state[i], from + int64_t(i / 4 * 8 + i % 2) * a.e + i % 4 / 2 * 8);
       return;
     }
 #pragma unroll
-    for (int i = 0; i < kD / 2; ++i)
+    for (int i = 0; i < kOwn / 2; ++i)
       if (first + value + i % 4 / 2 * 8 < a.e && key + i / 4 * 8 + i % 2 < a.d)
         fn(state[i], from + int64_t(i / 4 * 8 + i % 2) * a.e + i % 4 / 2 * 8);
   }
@@ -305,6 +310,11 @@ struct Walk {
 
   __device__ __forceinline__ void PutY() { Products::Put(s.y[group], y, Band()); }
 
+  // The channels of a tile of keys, or queries, that the state has, which boxes of 64 are.
+  __device__ __forceinline__ static Tokens<kOwn>& Own(Tokens<kD>& keys) {
+    return reinterpret_cast<Tokens<kOwn>&>(keys.cells[kFirstKey * kChunk]);
+  }
+
   // Products are queued so that the tensor cores have the next while threads weigh what the last one made.
   // `meanwhile` and `write`: what else is to be done then, for other chunks or with the state, and with y.
   template <typename Meanwhile, typename Write>
@@ -346,7 +356,7 @@ struct Walk {
     for (int k = 0; k < kChunk / 16; ++k)
       AsLeft(kept[k], written, k, [&](int i, int, float2 two) { return leaves(2 * k + i / 2, two); });
     Products::Begin(state);
-    Products::template Across<kD>(state, kept, tiles.Left(), Stays(weights));
+    Products::template Across<kOwn>(state, kept, Own(tiles.Left()), Stays(weights));
     Products::Commit();
     if (kReads) {
       Products::template Wait<1>(of_queries);
@@ -376,9 +386,12 @@ struct Walk {
   __device__ __forceinline__ void Begin() { Load(a.initial, row); }
   template <typename Meanwhile, typename Write>
   __device__ __forceinline__ void Next(int i, Meanwhile&& meanwhile, Write&& write) {
+    StoreKept(i);
+    Step(i % kStages, meanwhile, write);
+  }
+  __device__ __forceinline__ void StoreKept(int i) {
     if (a.states && i % (kKept / kChunk) == 0)
       Store(a.states, row * ((a.s + kKept - 1) / kKept) + i / (kKept / kChunk));
-    Step(i % kStages, meanwhile, write);
   }
   __device__ __forceinline__ void End() {
     if (a.last) Store(a.last, row);

@@ -25,9 +25,10 @@ __device__ __forceinline__ void WeighLeft(Results& written, const ChannelWeights
     if (j / 4 * 8 + ssm::ColumnOf(j % 4) < of.last) written[j] = 0;
 }
 
-template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups>
-struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
-  using Base = Walk<kD, kStages, Products, kBack, Gate, kGroups>;
+template <int kD, int kStages, typename Products, bool kBack, typename Gate, int kGroups, int kParts = 1,
+          int kPart = 0>
+struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups, kParts, kPart> {
+  using Base = Walk<kD, kStages, Products, kBack, Gate, kGroups, kParts, kPart>;
   using Weighing = typename Base::Weighing;
   using Base::s, Base::group, Base::state;
 
@@ -87,7 +88,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
       });
     if constexpr (!kAhead) Read(tiles, weights, of_dy, read);
     Products::Begin(state);
-    Products::template Across<kD>(state, left, tiles.k);
+    Products::template Across<Base::kOwn>(state, left, Base::Own(tiles.k));
     Products::Commit();
     write();
     Products::template Wait<0>(state);
@@ -117,7 +118,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups> {
       }
     Fade(state, weights);
     Products::Begin(state);
-    Products::template Across<kD>(state, read, tiles.q, Stays(weights));
+    Products::template Across<Base::kOwn>(state, read, Base::Own(tiles.q), Stays(weights));
     Products::Commit();
   }
 

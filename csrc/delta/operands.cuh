@@ -38,13 +38,14 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
                         {"beta", of.beta, F32, heads},
                         {"gate", of.gate, F32, gates},
                         {"segments", of.runs, S32, values.First(2), kOptional}}));
-  constexpr int64_t kMost = 128;
+  constexpr int64_t kMostValues = 512;
+  const int64_t most = by_channel ? kMostKeys : kManyKeys;
   const std::string k = of.k.shape(), v = of.v.shape();
   TE_CHECK(g >= 1 && h % g == 0 && (of.shared == h / g || (g == 1 && of.shared == 1)),
            "%s: k is %s, v %s, shared %ld", of.op, k.c_str(), v.c_str(), long(of.shared));
-  TE_CHECK(d % 8 == 0 && e % 8 == 0 && d >= 8 && d <= kMost && e <= kMost,
-           "%s: k is %s, v %s; pass multiples of 8, up to %ld channels", of.op, k.c_str(), v.c_str(),
-           long(kMost));
+  TE_CHECK(d % 8 == 0 && e % 8 == 0 && d >= 8 && d <= most && e <= kMostValues,
+           "%s: k is %s, v %s; pass multiples of 8, up to %ld channels of k and %ld of v", of.op, k.c_str(),
+           v.c_str(), long(most), long(kMostValues));
   TE_CHECK(s <= INT32_MAX - kKept && h * d * e <= INT32_MAX && rows <= 65535 && g <= 65535,
            "%s: v is %s, too large for one call", of.op, v.c_str());
   const Axes kept{rows, CeilDiv(s, kKept), h, d, e};
@@ -61,6 +62,13 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
                   int(d),
                   float(of.scale),
                   of.normalize};
+  return {};
+}
+
+// Keys as kernels by mma.sync take them.
+inline Status ExpectKeys(const char* op, const ChunkArgs& a) {
+  TE_CHECK(a.d <= kMostKeys, "%s: %d channels of k; more than %d take tokens and compute capability 9.0", op,
+           a.d, kMostKeys);
   return {};
 }
 

@@ -18,6 +18,8 @@ CHUNK, KEPT = 64, 1024
 # values one of which is not full, of one CTA and of two, states that are kept.
 CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1, 64, 72), (1090, 1, 1, 24, 16)]
 CHANNEL_CASES = [(200, 2, 1, 128, 72, True), (130, 1, 1, 24, 72, True)]
+# Where two groups have half of the keys each: all of them, and some; values that are not full.
+HALVES = [(200, 2, 1, 256, 72), (70, 1, 1, 136, 64)]
 # Roundings to bf16 that a term passes at most, as in tests/ops/test_cuda_gated_delta.py.
 ERROR = oracle.ERROR + 5 * 2.0**-9
 
@@ -153,7 +155,7 @@ def results_of(blob, like):
     return [np.frombuffer(part, a.dtype).reshape(a.shape) for a, part in zip(like, parts)]
 
 
-@pytest.mark.parametrize("s, h, g, d, e, by_channel", [*((*case, False) for case in CASES), *CHANNEL_CASES], ids=str)
+@pytest.mark.parametrize("s, h, g, d, e, by_channel", [*((*case, False) for case in CASES + HALVES), *CHANNEL_CASES], ids=str)
 def test_walk(walk, rng, s, h, g, d, e, by_channel):
     """Six rows, each a call of its own, of other gates and segments."""
     rows, _, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=6)
@@ -193,8 +195,10 @@ def channel_walks(chunk, state, gradient, q, k, v, dy):
     return written, row(chunk.keeps) * state + chunk.left.T @ written, alone, before
 
 
-@pytest.mark.parametrize("by_channel", [False, True])
-@pytest.mark.parametrize("s, h, g, d, e", CASES[:4], ids=str)
+BACK = [(*case, by_channel) for case in CASES[:4] for by_channel in (False, True)]
+
+
+@pytest.mark.parametrize("s, h, g, d, e, by_channel", [*BACK, *((*case, False) for case in HALVES)], ids=str)
 def test_walks_of_the_backward_pass(bwd_walk, rng, s, h, g, d, e, by_channel):
     """Three rows, each a call of its own."""
     rows, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=3)
@@ -236,13 +240,17 @@ def bwd(tmp_path_factory):
 # As in tests/ops/test_cuda_gated_delta.py.
 GRADIENT_ERROR = oracle.ERROR + 9 * 2.0**-9
 # s, h, g, d, e, tokens of a slab, parts of the heads of a key, whether rows have segments: as above; more heads than
-# stages, or CTAs that share a key; rows of several slabs, and a state that was kept.
+# stages, or CTAs that share a key; rows of several slabs, and a state that was kept; CTAs with half of the keys; more
+# values than stages have.
 GRADIENTS = [
     (1, 2, 2, 8, 8, 64, 1, False),
     (100, 2, 1, 128, 128, 128, 1, True),
     (130, 2, 1, 72, 72, 192, 2, True),
     (70, 5, 1, 16, 24, 128, 1, False),
     (1090, 1, 1, 24, 16, 1024, 1, True),
+    (130, 2, 1, 256, 72, 192, 2, True),
+    (70, 3, 1, 200, 16, 128, 1, False),
+    (40, 2, 1, 16, 264, 64, 1, False),
 ]
 
 

@@ -41,15 +41,26 @@ Chunk* OfSlab(const Chunk* all, const ChunkPart& part, const Sizes& n) {
   return slab;
 }
 
+template <int kD>
+void RunWalks(const GradArgs& a, const Sizes& n) {
+  if constexpr (kD > kMostKeys)
+    return RunWalksOfHalves(a, n.rows);
+  else {
+    const HopperGradWalkArgs walks = WalksWithMaps(a, n.rows);
+    cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD, OfHead, 1, true>),
+                    [&] { te_gated_delta_bwd_walk_hopper<kD, OfHead, 1>(walks); });
+  }
+}
+
 template <int kD, bool kRuns>
 void Run(const GradArgs& a, const Sizes& n) {
-  const HopperGradWalkArgs walks = WalksWithMaps(a, n.rows);
-  cluster::Launch(GradWalkGrid(a, 1), 1, kWalkThreads<1>, sizeof(HopperShared<kD, OfHead, 1, true>),
-                  [&] { te_gated_delta_bwd_walk_hopper<kD, OfHead, 1>(walks); });
+  RunWalks<kD>(a, n);
+  constexpr int kOfCta = std::min(kD, kMostKeys), kHalves = kD / kOfCta;
   const HopperGradArgs given = WithMaps(a, n);
-  cluster::Launch(dim3(n.g * n.parts, a.part.There(n.s), a.part.rows), n.parts, ssm::kHopperThreads,
-                  sizeof(HopperGradShared<kD, kRuns>),
-                  [&] { te_gated_delta_bwd_chunks_hopper<kD, kRuns>(given); });
+  const int cluster = n.parts * kHalves;
+  cluster::Launch(dim3(n.g * cluster, a.part.There(n.s), a.part.rows), cluster, ssm::kHopperThreads,
+                  sizeof(HopperGradShared<kOfCta, kRuns>),
+                  [&] { te_gated_delta_bwd_chunks_hopper<kOfCta, kRuns, kHalves>(given); });
 }
 
 }  // namespace
@@ -76,16 +87,17 @@ int main() {
   a.dgate = Fresh<float>(tokens * n.h), a.before = Fresh<float>(state);
   a.states = Fresh<Bf16>(slab / kChunk * n.d * n.e), a.gradients = Fresh<Bf16>(slab / kChunk * n.d * n.e);
   a.written = Fresh<Bf16>(slab * n.e), a.gradients_written = Fresh<Bf16>(slab * n.e);
-  const auto run = a.of.runs ? (n.d <= 64 ? Run<64, true> : Run<128, true>)
-                             : (n.d <= 64 ? Run<64, false> : Run<128, false>);
   for (int row = 0; row < n.rows; row += n.slab_rows) {
     a.after = after;
     for (int i = (n.s + n.slab_tokens - 1) / n.slab_tokens; i-- > 0; a.after = a.before) {
       const int chunks = n.slab_tokens / kChunk;
       a.part = {row, std::min(n.slab_rows, n.rows - row), i * chunks, chunks};
       again.part = a.back.part = a.part;
-      again.chunks = a.back.chunks = OfSlab(all, a.part, n);
-      run(a, n);
+      again.chunks = a.back.chunks = a.chunks = OfSlab(all, a.part, n);
+      (void)DispatchKeys(n.d, a.of.runs, [&]<int kD, bool kRuns>() {
+        Run<kD, kRuns>(a, n);
+        return Status{};
+      });
     }
   }
   for (const Bf16* keys : {a.dq, a.dk}) std::fwrite(keys, 2, tokens * n.g * n.d, stdout);

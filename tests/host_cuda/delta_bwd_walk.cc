@@ -20,6 +20,7 @@ void Run(const GradArgs& a) {
 
 template <typename Gate>
 void RunGate(const GradArgs& a) {
+  if (a.of.d > kMostKeys) return RunWalksOfHalves(a, a.part.rows);
   (a.of.d <= 64 ? Run<64, Gate, 1> : a.again.e <= kSlab ? Run<128, Gate, 1> : Run<128, Gate, 2>)(a);
 }
 

@@ -1,7 +1,7 @@
 // The tensor maps of the gated delta rule's kernels on Hopper, as csrc/delta/maps.h has them.
 #pragma once
 
-#include "delta/delta_bwd_hopper.cuh"
+#include "delta/delta_halves.cuh"
 
 namespace te::delta {
 
@@ -32,6 +32,11 @@ inline HopperGradWalkArgs WalksWithMaps(const GradArgs& a, int rows) {
           MapOfWritten(a.gradients_written, a),
           MapOfStates(a.states, a),
           MapOfStates(a.gradients, a)};
+}
+inline void RunWalksOfHalves(const GradArgs& a, int rows) {
+  const HopperGradWalkArgs given = WalksWithMaps(a, rows);
+  cluster::Launch(GradWalkGrid(a, 1), 1, kHalvesThreads, sizeof(HalvesShared),
+                  [&] { te_gated_delta_bwd_walk_halves(given); });
 }
 
 }  // namespace te::delta

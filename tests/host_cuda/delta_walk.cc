@@ -8,18 +8,24 @@ namespace {
 
 using namespace te::delta;
 
-template <int kD, typename Gate, int kGroups>
-void Run(const WalkArgs& a, int rows) {
-  const unsigned heads = a.h, slabs = (a.e + kGroups * kSlab - 1) / (kGroups * kSlab);
-  const size_t bytes = sizeof(HopperShared<kD, Gate, kGroups>);
+template <typename Kernel>
+void Launch(const WalkArgs& a, int rows, int groups, int threads, size_t bytes, Kernel&& kernel) {
+  const unsigned heads = a.h, slabs = (a.e + groups * kSlab - 1) / (groups * kSlab);
   const HopperWalkArgs given{a, MapOfKeys(a.q, a, rows), MapOfKeys(a.k, a, rows), MapOfValues(a.v, a, rows),
                              MapOfValues(a.y, a, rows)};
-  cluster::Launch({heads, slabs, unsigned(rows)}, 1, kWalkThreads<kGroups>, bytes,
-                  [&] { te_gated_delta_fwd_hopper<kD, Gate, kGroups>(given); });
+  cluster::Launch({heads, slabs, unsigned(rows)}, 1, threads, bytes, [&] { kernel(given); });
+}
+
+template <int kD, typename Gate, int kGroups>
+void Run(const WalkArgs& a, int rows) {
+  Launch(a, rows, kGroups, kWalkThreads<kGroups>, sizeof(HopperShared<kD, Gate, kGroups>),
+         te_gated_delta_fwd_hopper<kD, Gate, kGroups>);
 }
 
 template <typename Gate>
 void RunGate(const WalkArgs& a, int rows) {
+  if (a.d > kMostKeys)
+    return Launch(a, rows, 1, kHalvesThreads, sizeof(HalvesShared), te_gated_delta_fwd_halves);
   (a.d <= 64 ? Run<64, Gate, 1> : a.e <= kSlab ? Run<128, Gate, 1> : Run<128, Gate, 2>)(a, rows);
 }
 

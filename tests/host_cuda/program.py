@@ -13,6 +13,7 @@ _SHARED = "extern __shared__ __align__(1024) uint8_t shared[];"
 _KERNELS = (
     "delta/delta_bwd_chunks_hopper.cuh",
     "delta/delta_bwd_hopper.cuh",
+    "delta/delta_halves.cuh",
     "delta/delta_hopper.cuh",
     "gemm/gemm_grouped.cuh",
     "ssm/scan_hopper.cuh",

@@ -26,6 +26,7 @@ CASES = [
     (70, 5, 1, 16, 64, ()),
     (1090, 1, 1, 24, 72, ()),
     (1090, 1, 1, 8, 8, ("initial_state",)),
+    (66, 2, 1, 16, 328, ()),
     (4099, 2, 1, 128, 128, ()),
 ]
 # With a gate for each channel: several bands of 16 tokens, a chunk that is not full, one more.
@@ -36,6 +37,7 @@ CHANNEL_CASES = [
     (65, 2, 2, 64, 64, ("segments",)),
     (130, 1, 1, 72, 72, ()),
     (1090, 1, 1, 8, 8, ()),
+    (66, 2, 1, 16, 328, ()),
     (4099, 2, 2, 128, 128, ()),
 ]
 LITTLE = [CASES[3], (65, 1, 1, 128, 8, ())]  # with little shared memory
@@ -82,6 +84,25 @@ def check(
 @pytest.mark.parametrize("s, h, g, d, e, absent", CASES)
 def test_gated_delta(rng, monkeypatch, s, h, g, d, e, absent):
     """The backward pass in slabs of one row and 1024 tokens."""
+    monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (1, 1))
+    check(rng, s, h, g, d, e, absent)
+
+
+# As above. Of more channels the gradient to one gate is a sum of more terms, and more often small by chance: heads are
+# several, so that the row's largest number is as large as any term.
+WIDE = [
+    (1, 2, 2, 136, 8, ()),
+    (64, 8, 4, 256, 256, ("initial_state",)),
+    (130, 4, 2, 256, 456, ()),
+    (1090, 2, 1, 192, 64, ("segments",)),
+    (4099, 2, 1, 256, 64, ()),
+]
+
+
+@pytest.mark.parametrize("s, h, g, d, e, absent", WIDE)
+def test_more_than_128_channels_of_keys(rng, request, monkeypatch, s, h, g, d, e, absent):
+    if request.config.getoption("--host-kernels"):
+        pytest.skip("Hopper's kernels are run by tests/build/test_host_delta.py there")
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (1, 1))
     check(rng, s, h, g, d, e, absent)
 
@@ -252,11 +273,14 @@ def test_the_one_group_of_a_device(rng):
     jax.tree.map(np.testing.assert_array_equal, jax.jit(lambda: run(1))(), jax.jit(lambda: run(4))())
 
 
-def test_which_calls_have_a_kernel():
+def test_which_calls_have_a_kernel(monkeypatch):
     """One place says it; the others are plain JAX on a GPU, too."""
     of = lambda dtype=bf16, d=128, e=128, c=1: [
         jax.ShapeDtypeStruct((1, 9, 2, n), t) for n, t in ((d, dtype), (d, dtype), (e, dtype), (c, f32))
     ]
-    assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8), dict(c=128)))
-    without = dict(dtype=f32), dict(d=136), dict(e=256), dict(d=12), dict(d=12, c=12)
+    assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8), dict(c=128), dict(e=512)))
+    without = dict(dtype=f32), dict(d=264), dict(d=136, c=136), dict(e=520), dict(d=12), dict(d=12, c=12)
     assert not any(kernels._rule_has_kernel(*of(**case)) for case in without)
+    for capability, has in (("9.0", True), (None, True), ("8.9", False), ("10.0", False)):
+        monkeypatch.setattr(kernels.extension, "compute_capability", lambda: capability)  # noqa: B023
+        assert kernels._rule_has_kernel(*of(d=256)) == has

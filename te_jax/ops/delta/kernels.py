@@ -7,14 +7,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from te_jax.core import extension
 from te_jax.ops.delta.chunk import CHUNK
-from te_jax.ops.formats import ceil_div
+from te_jax.ops.formats import HOPPER, ceil_div
 from te_jax.ops.ssm.pieces import CTAS
 from te_jax.ops.ssm.runs import runs_and_rows
 
 KEPT = 1024
 """Tokens: how often the state is kept for the backward pass."""
-_MOST = 128  # channels
+_MOST_KEYS, _MOST_VALUES = 128, 512  # channels
+_MOST_KEYS_OF_HOPPER = 256  # on Hopper, with a gate for each head
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
 # Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
 # least and at most so many. Fewer slabs are faster.
@@ -26,7 +28,10 @@ def _rule_has_kernel(q, k, v, gate):
     sizes_known = all(isinstance(size, int) for a in (k, v) for size in a.shape)
     in_bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k, v))
     d, e = k.shape[-1], v.shape[-1]
-    sizes_fit = sizes_known and 0 not in v.shape and all(n % 8 == 0 and 8 <= n <= _MOST for n in (d, e))
+    is_hopper = extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
+    most_keys = _MOST_KEYS_OF_HOPPER if is_hopper and gate.shape[-1] == 1 else _MOST_KEYS
+    sizes_fit = sizes_known and 0 not in v.shape and d % 8 == e % 8 == 0 < min(d, e)
+    sizes_fit = sizes_fit and d <= most_keys and e <= _MOST_VALUES
     sizes_fit = sizes_fit and max(prod(v.shape[:-3]), k.shape[-2]) <= _MOST_ROWS
     return sizes_fit and in_bf16 and gate.shape[-1] in (1, d)
 
