@@ -82,7 +82,9 @@ def value_and_grad(
 
     @partial(nnx.jit, static_argnums=(0, 1))
     def run(static, model_at, args, kwargs):
-        args = [a if known is ... else known for known, a in zip(static, args)]
+        known, known_by_name = static
+        args = [a if value is ... else value for value, a in zip(known, args)]
+        kwargs = {**kwargs, **dict(known_by_name)}
         model = args[model_at]
         _check_selection(model, wrt)
         nnx.pop(model, Loss)  # of calls before this one
@@ -100,8 +102,10 @@ def value_and_grad(
         check_places(_VALUE_AND_GRAD, name, (argnums,), len(args))
         check(_VALUE_AND_GRAD, f"argument {argnums} of {name}", args[argnums], _DIFFERENTIABLE)
         static = tuple(a if _is_static(a) else ... for a in args)
+        by_name = tuple((key, a) for key, a in sorted(kwargs.items()) if _is_static(a))
         traced = tuple(None if _is_static(a) else a for a in args)
-        return run(static, range(len(args))[argnums], traced, kwargs)
+        named = {key: a for key, a in kwargs.items() if not _is_static(a)}
+        return run((static, by_name), range(len(args))[argnums], traced, named)
 
     return value_and_grad_of_f
 

@@ -145,13 +145,16 @@ def test_only_value_and_grad_moves_it():
 def test_with_aux_and_static_arguments():
     model = make()
 
-    def loss(model, x, twice, name, *, by):
+    def loss(model, x, twice, name, *, by, half=True, root=None):
         y = model(x * 2 if twice else x)
-        return loss_of(lambda _: y, x) * by, {name: y}
+        value = loss_of(lambda _: y, x) * by
+        return (value / 2 if half else root(value)), {name: y}
 
     with te.autocast(True, DELAYED):
         run = te_nnx.value_and_grad(loss, has_aux=True, wrt=nnx.PathContains("kernel"))
-        (value, aux), grads = run(model, X, True, "y", by=jnp.float32(2))
+        (halved, _), _ = run(make(), X, name="y", twice=True, by=jnp.float32(2), half=True)
+        (value, aux), grads = run(model, X, True, "y", by=jnp.float32(2), half=False, root=jnp.sqrt)
+    np.testing.assert_allclose(2 * halved, value**2, rtol=1e-6)
     assert set(aux) == {"y"} and aux["y"].dtype == X.dtype and set(nnx.to_pure_dict(grads)) == {"kernel"}
     assert float(newest(model)["x_amax_history"]) == 2 * float(jnp.max(jnp.abs(X)))
 
