@@ -159,6 +159,21 @@ def test_with_aux_and_static_arguments():
     assert float(newest(model)["x_amax_history"]) == 2 * float(jnp.max(jnp.abs(X)))
 
 
+def test_of_a_state_too_only_what_was_asked_for_has_gradients():
+    build = lambda: nnx.Dict(layer=make(), count=nnx.BatchStat(jnp.int32(3)))
+    graph, state = nnx.split(build())
+    run = te_nnx.value_and_grad(lambda part, x: loss_of(part.layer, x), wrt=nnx.PathContains("kernel"))
+    run_of_state = te_nnx.value_and_grad(
+        lambda state, x: loss_of(nnx.merge(graph, state).layer, x), wrt=nnx.PathContains("kernel")
+    )
+    model = build()
+    with te.autocast(True, DELAYED):
+        value, grads = run(model, X)
+        value_of_state, grads_of_state = run_of_state(state, X)
+    assert_same([value, nnx.to_pure_dict(grads)], [value_of_state, nnx.to_pure_dict(grads_of_state)])
+    assert_same(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(state))
+
+
 def test_state_of_what_the_loss_does_not_call_stays():
     model = nnx.Dict(used=make(), idle=make())
     step_of(lambda model, x: loss_of(model["used"], x))(model, X)  # from step to step
