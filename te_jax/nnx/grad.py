@@ -42,7 +42,7 @@ def value_and_grad(
         optimizer.update(model, grads)
 
     f:       (model, ...) -> loss f32[], or (loss, aux) with has_aux. It may change the state of its modules.
-    argnums: The position of the module among the arguments.
+    argnums: The position of the module, or of its `nnx.State`, among the arguments.
     wrt:     The filter of the variables that get gradients. The returned gradients hold only these.
     expert_bias_rate: By how much each `ExpertBias` moves in a call, by the tokens of all its uses
              (`te_jax.flax.update_expert_bias`).
@@ -57,7 +57,7 @@ def value_and_grad(
     filled with zeros first.
 
     The function that it returns is compiled as by `nnx.jit`: build it once, or call it within `nnx.jit`. Arguments that
-    are bool, str, None or functions are static.
+    are bool, str, None or functions are static, by name too.
 
     FP8 state that `f` takes out of its modules may be mapped and looped over (`nnx.vmap`, `nnx.scan`), but not sliced,
     as by `a[i]`: jax has no gradient of that. `te_jax.value_and_grad` has.
@@ -74,24 +74,32 @@ def value_and_grad(
     check(_VALUE_AND_GRAD, "expert_bias_rate", expert_bias_rate, number(least=0))
     name = getattr(f, "__name__", repr(f))
 
-    def call(*args):
-        *args, kwargs = args
+    def call(model_at, *args):
+        *args, constant, kwargs = args
+        if constant:
+            args[model_at] = nnx.merge_state(args[model_at], constant)
         out = f(*args, **kwargs)
         check_result(_VALUE_AND_GRAD, name, out, has_aux)
         return out
 
     @partial(nnx.jit, static_argnums=(0, 1))
     def run(static, model_at, args, kwargs):
-        args = [a if known is ... else known for known, a in zip(static, args)]
+        known, known_by_name = static
+        args = [a if value is ... else value for value, a in zip(known, args)]
+        kwargs = {**kwargs, **dict(known_by_name)}
         model = args[model_at]
         _check_selection(model, wrt)
         nnx.pop(model, Loss)  # of calls before this one
         moves = _moves_state(model)
-        uses = _combining_uses(call, model_at, has_aux) if moves else call
+        uses = partial(call, model_at)
+        uses = _combining_uses(uses, model_at, has_aux) if moves else uses
         differentiated = nnx.DiffState(model_at, nnx.Any(wrt, ExpertBias, moves and Fp8State))
+        constant = nnx.State({})
+        if isinstance(model, nnx.State):  # nnx takes gradients of all that is in one, whatever the filter
+            args[model_at], constant = nnx.split_state(model, differentiated.filter, ...)
         with errors_of_amaxes(_VALUE_AND_GRAD, "map and loop over it by nnx.vmap and nnx.scan"):
             step = nnx.value_and_grad(uses, argnums=differentiated, has_aux=has_aux)
-            value, grads = _in_plain_loops(step, (*args, kwargs))
+            value, grads = _in_plain_loops(step, (*args, constant, kwargs))
         _drop_losses(model)
         return value, _update_state(model, grads, moves, expert_bias_rate)
 
@@ -100,8 +108,10 @@ def value_and_grad(
         check_places(_VALUE_AND_GRAD, name, (argnums,), len(args))
         check(_VALUE_AND_GRAD, f"argument {argnums} of {name}", args[argnums], _DIFFERENTIABLE)
         static = tuple(a if _is_static(a) else ... for a in args)
+        by_name = tuple((key, a) for key, a in sorted(kwargs.items()) if _is_static(a))
         traced = tuple(None if _is_static(a) else a for a in args)
-        return run(static, range(len(args))[argnums], traced, kwargs)
+        named = {key: a for key, a in kwargs.items() if not _is_static(a)}
+        return run((static, by_name), range(len(args))[argnums], traced, named)
 
     return value_and_grad_of_f
 

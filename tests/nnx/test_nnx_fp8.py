@@ -145,15 +145,33 @@ def test_only_value_and_grad_moves_it():
 def test_with_aux_and_static_arguments():
     model = make()
 
-    def loss(model, x, twice, name, *, by):
+    def loss(model, x, twice, name, *, by, half=True, root=None):
         y = model(x * 2 if twice else x)
-        return loss_of(lambda _: y, x) * by, {name: y}
+        value = loss_of(lambda _: y, x) * by
+        return (value / 2 if half else root(value)), {name: y}
 
     with te.autocast(True, DELAYED):
         run = te_nnx.value_and_grad(loss, has_aux=True, wrt=nnx.PathContains("kernel"))
-        (value, aux), grads = run(model, X, True, "y", by=jnp.float32(2))
+        (halved, _), _ = run(make(), X, name="y", twice=True, by=jnp.float32(2), half=True)
+        (value, aux), grads = run(model, X, True, "y", by=jnp.float32(2), half=False, root=jnp.sqrt)
+    np.testing.assert_allclose(2 * halved, value**2, rtol=1e-6)
     assert set(aux) == {"y"} and aux["y"].dtype == X.dtype and set(nnx.to_pure_dict(grads)) == {"kernel"}
     assert float(newest(model)["x_amax_history"]) == 2 * float(jnp.max(jnp.abs(X)))
+
+
+def test_of_a_state_too_only_what_was_asked_for_has_gradients():
+    build = lambda: nnx.Dict(layer=make(), count=nnx.BatchStat(jnp.int32(3)))
+    graph, state = nnx.split(build())
+    run = te_nnx.value_and_grad(lambda part, x: loss_of(part.layer, x), wrt=nnx.PathContains("kernel"))
+    run_of_state = te_nnx.value_and_grad(
+        lambda state, x: loss_of(nnx.merge(graph, state).layer, x), wrt=nnx.PathContains("kernel")
+    )
+    model = build()
+    with te.autocast(True, DELAYED):
+        value, grads = run(model, X)
+        value_of_state, grads_of_state = run_of_state(state, X)
+    assert_same([value, nnx.to_pure_dict(grads)], [value_of_state, nnx.to_pure_dict(grads_of_state)])
+    assert_same(nnx.to_pure_dict(nnx.state(model)), nnx.to_pure_dict(state))
 
 
 def test_state_of_what_the_loss_does_not_call_stays():
