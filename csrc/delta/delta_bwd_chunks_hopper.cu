@@ -22,15 +22,15 @@ Status MakeMaps(const GradArgs& a, int64_t rows, int halves, HopperGradArgs* out
   const WalkArgs& of = a.again;
   const TokenSizes keys = KeysOf(of, rows), of_slab = ValuesOfSlab(a);
   out->a = a, out->parts = PartsOf(a, halves), out->heads = of.h / of.g / out->parts;
-  TE_TRY(MapOfTokens(kOp, &out->q, of.q, keys));
-  TE_TRY(MapOfTokens(kOp, &out->k, of.k, keys));
+  TE_TRY(MapOfTokens(kOp, &out->q, of.q, keys, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->k, of.k, keys, kChunk));
   TE_TRY(MapOfTokens(kOp, &out->dq, a.dq, keys, kBand));
   TE_TRY(MapOfTokens(kOp, &out->dk, a.dk, keys, kBand));
-  TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, ValuesOf(of, rows)));
-  TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab));
-  TE_TRY(MapOfTokens(kOp, &out->alone, a.gradients_written, of_slab));
-  TE_TRY(MapOfStates(kOp, &out->states, a.states, a));
-  return MapOfStates(kOp, &out->gradients, a.gradients, a);
+  TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, ValuesOf(of, rows), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->alone, a.gradients_written, of_slab, kChunk));
+  TE_TRY(MapOfStates(kOp, &out->states, a.states, StatesOf(a), kSlab));
+  return MapOfStates(kOp, &out->gradients, a.gradients, StatesOf(a), kSlab);
 }
 
 template <int kD, bool kRuns, int kHalves = 1>

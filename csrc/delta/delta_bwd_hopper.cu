@@ -33,14 +33,14 @@ Status MakeMaps(const GradArgs& a, int64_t rows, HopperGradWalkArgs* out) {
   const WalkArgs& of = a.again;
   const TokenSizes values = ValuesOf(of, rows), of_slab = ValuesOfSlab(a);
   out->a = a;
-  TE_TRY(MapOfTokens(kOp, &out->q, of.q, KeysOf(of, rows)));
-  TE_TRY(MapOfTokens(kOp, &out->k, of.k, KeysOf(of, rows)));
-  TE_TRY(MapOfTokens(kOp, &out->v, of.v, values));
-  TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, values));
-  TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab));
-  TE_TRY(MapOfTokens(kOp, &out->gradients_written, a.gradients_written, of_slab));
-  TE_TRY(MapOfStates(kOp, &out->states, a.states, a));
-  return MapOfStates(kOp, &out->gradients, a.gradients, a);
+  TE_TRY(MapOfTokens(kOp, &out->q, of.q, KeysOf(of, rows), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->k, of.k, KeysOf(of, rows), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->v, of.v, values, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, values, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->gradients_written, a.gradients_written, of_slab, kChunk));
+  TE_TRY(MapOfStates(kOp, &out->states, a.states, StatesOf(a), kSlab));
+  return MapOfStates(kOp, &out->gradients, a.gradients, StatesOf(a), kSlab);
 }
 
 }  // namespace

@@ -32,10 +32,10 @@ Status RunGate(cudaStream_t stream, const HopperWalkArgs& given, int64_t rows) {
 Status MakeMaps(const WalkArgs& a, int64_t rows, HopperWalkArgs* out) {
   constexpr const char* kOp = "te_gated_delta_fwd";
   out->a = a;
-  TE_TRY(MapOfTokens(kOp, &out->q, a.q, KeysOf(a, rows)));
-  TE_TRY(MapOfTokens(kOp, &out->k, a.k, KeysOf(a, rows)));
-  TE_TRY(MapOfTokens(kOp, &out->v, a.v, ValuesOf(a, rows)));
-  return MapOfTokens(kOp, &out->y, a.y, ValuesOf(a, rows));
+  TE_TRY(MapOfTokens(kOp, &out->q, a.q, KeysOf(a, rows), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->k, a.k, KeysOf(a, rows), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->v, a.v, ValuesOf(a, rows), kChunk));
+  return MapOfTokens(kOp, &out->y, a.y, ValuesOf(a, rows), kChunk);
 }
 
 }  // namespace

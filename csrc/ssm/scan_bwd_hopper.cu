@@ -29,16 +29,16 @@ Status Run(cudaStream_t stream, const HopperGradArgs& given) {
 Status MakeMaps(const ScanCall& call, const GradArgs& a, HopperGradArgs* out) {
   constexpr const char* kOp = "te_ssd_bwd";
   out->a = a;
-  TE_TRY(MapOfTokens(kOp, &out->x, a.x, call, call.h, call.p, kChunk));
-  TE_TRY(MapOfTokens(kOp, &out->dy, a.dy, call, call.h, call.p, kChunk));
-  TE_TRY(MapOfTokens(kOp, &out->dx, a.dx, call, call.h, call.p, kPieceRows));
-  TE_TRY(MapOfTokens(kOp, &out->B, a.B, call, call.g, call.n, kChunk));
-  TE_TRY(MapOfTokens(kOp, &out->C, a.C, call, call.g, call.n, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->x, a.x, ChannelsOf(call), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->dy, a.dy, ChannelsOf(call), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->dx, a.dx, ChannelsOf(call), kPieceRows));
+  TE_TRY(MapOfTokens(kOp, &out->B, a.B, FactorsOf(call), kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->C, a.C, FactorsOf(call), kChunk));
   const int64_t chunks = int64_t(a.slab.rows) * (a.slab.tokens / kChunk);
-  TE_TRY(MapOfStates(kOp, &out->states, a.states, call, chunks, kHopperChannels));
-  TE_TRY(MapOfStates(kOp, &out->gradients, a.gradients, call, chunks, kHopperChannels));
-  TE_TRY(MapOfStates(kOp, &out->states_out, a.states, call, chunks, kPieceRows));
-  return MapOfStates(kOp, &out->gradients_out, a.gradients, call, chunks, kPieceRows);
+  TE_TRY(MapOfStates(kOp, &out->states, a.states, StatesOf(call, chunks), kHopperChannels));
+  TE_TRY(MapOfStates(kOp, &out->gradients, a.gradients, StatesOf(call, chunks), kHopperChannels));
+  TE_TRY(MapOfStates(kOp, &out->states_out, a.states, StatesOf(call, chunks), kPieceRows));
+  return MapOfStates(kOp, &out->gradients_out, a.gradients, StatesOf(call, chunks), kPieceRows);
 }
 
 Status RunOnHopper(cudaStream_t stream, const HopperGradArgs& given) {

@@ -21,10 +21,10 @@ Status Run(cudaStream_t stream, const HopperArgs& a, int64_t rows) {
 Status RunHopper(cudaStream_t stream, const ScanCall& call, const ScanArrays& of, const Steps* steps) {
   constexpr const char* kOp = "te_ssd_fwd";
   HopperArgs a{};
-  TE_TRY(MapOfTokens(kOp, &a.x, of.x, call, call.h, call.p, kChunk));
-  TE_TRY(MapOfTokens(kOp, &a.y, of.y, call, call.h, call.p, kPieceRows));
-  TE_TRY(MapOfTokens(kOp, &a.B, of.B, call, call.g, call.n, kChunk));
-  TE_TRY(MapOfTokens(kOp, &a.C, of.C, call, call.g, call.n, kChunk));
+  TE_TRY(MapOfTokens(kOp, &a.x, of.x, ChannelsOf(call), kChunk));
+  TE_TRY(MapOfTokens(kOp, &a.y, of.y, ChannelsOf(call), kPieceRows));
+  TE_TRY(MapOfTokens(kOp, &a.B, of.B, FactorsOf(call), kChunk));
+  TE_TRY(MapOfTokens(kOp, &a.C, of.C, FactorsOf(call), kChunk));
   a.steps = call.steps, a.of_chunks = steps;
   a.D = of.D, a.initial = of.initial, a.last = of.last, a.states = of.states;
   a.g = int(call.g), a.p = int(call.p), a.n = int(call.n), a.channels = of.channels;

@@ -20,6 +20,7 @@ CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1,
 CHANNEL_CASES = [(200, 2, 1, 128, 72, True), (130, 1, 1, 24, 72, True)]
 # Where two groups have half of the keys each: all of them, and some; values that are not full.
 HALVES = [(200, 2, 1, 256, 72), (70, 1, 1, 136, 64)]
+OF_HEADS = [(*case, False) for case in CASES + HALVES]
 # Roundings to bf16 that a term passes at most, as in tests/ops/test_cuda_gated_delta.py.
 ERROR = oracle.ERROR + 5 * 2.0**-9
 
@@ -155,7 +156,7 @@ def results_of(blob, like):
     return [np.frombuffer(part, a.dtype).reshape(a.shape) for a, part in zip(like, parts)]
 
 
-@pytest.mark.parametrize("s, h, g, d, e, by_channel", [*((*case, False) for case in CASES + HALVES), *CHANNEL_CASES], ids=str)
+@pytest.mark.parametrize("s, h, g, d, e, by_channel", [*OF_HEADS, *CHANNEL_CASES], ids=str)
 def test_walk(walk, rng, s, h, g, d, e, by_channel):
     """Six rows, each a call of its own, of other gates and segments."""
     rows, _, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=6)

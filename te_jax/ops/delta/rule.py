@@ -178,9 +178,9 @@ def gated_delta(
     arguments; the backward pass keeps the state before each 1024 tokens.
 
     In plain JAX it is products and a triangular solve within chunks of 64 tokens, and a scan over chunks, in f32. On a
-    GPU kernels compute it, and its gradients, where q, k and v are bf16, and d and e are multiples of 8, d at most 128, or
-    256 on Hopper with a gate for each head, and e at most 512: operands of products are then rounded to bf16, sums are
-    f32.
+    GPU kernels compute it, and its gradients, where q, k and v are bf16, and d and e are multiples of 8, d at most 128
+    (on Hopper, with a gate for each head, 256) and e at most 512: operands of products are then rounded to bf16, sums
+    are f32.
 
     Keys longer than sqrt(2 / beta) make the state grow with every token. An inf or NaN of a token may reach all tokens
     of its chunk of 64 and those behind it in the row, in plain JAX also of other segments, and its gradient those
