@@ -169,6 +169,8 @@ def _delta(torch, package, shape, backward, by_channel, run, graph):
 
 
 def _differentiable_rule(package, by_channel):
+    for other in ("FLA_FLASH_QLA", "FLA_FLASH_KDA"):
+        os.environ[other] = "0"  # fla calls them instead of its own kernels where they are installed
     if package == "flash_qla":
         from flash_qla import chunk_gated_delta_rule as rule
     elif by_channel:

@@ -59,7 +59,7 @@ struct HalfSteps : GradSteps<kManyKeys, HalvesShared::kStages, GroupProducts, kR
                    state + 32 * box);
   }
   // d = state tokens^T, both along all channels of keys: queued.
-  __device__ __forceinline__ void Read(Results& d, Tokens<kManyKeys>& tokens) {
+  __device__ __forceinline__ void ReadState(Results& d, Tokens<kManyKeys>& tokens) {
     Products::Begin(d);
     ssm::MultiplyAlong<kManyKeys>(d, s.state, reinterpret_cast<const uint8_t*>(tokens.cells));
     Products::Commit();
@@ -70,8 +70,8 @@ struct HalfSteps : GradSteps<kManyKeys, HalvesShared::kStages, GroupProducts, kR
     Products::template Across<Base::kOwn>(state, left, Base::Own(keys), stays);
     Products::Commit();
   }
-  // A left factor [16, 64] of each warp from one group to the other, in the place of the values, which both
-  // groups have read.
+  // A left factor [16, 64] of each warp, from one group to the other, where the values were, which none reads
+  // any more.
   __device__ __forceinline__ void Hand(int stage, const Left& left) {
     uint32_t words[kChunk / 4];
 #pragma unroll
@@ -123,7 +123,7 @@ struct HalfSteps : GradSteps<kManyKeys, HalvesShared::kStages, GroupProducts, kR
     auto& tiles = s.stages[stage];
     Results of_keys, written = {};
     Left off;
-    Read(of_keys, tiles.k);
+    ReadState(of_keys, tiles.k);
     Base::Compare(stage, of_keys, off, [&] { Products::template Wait<0>(of_keys); });
     Products::Begin(written);
     Products::Seen(written, off, tiles.inverse);
@@ -145,7 +145,7 @@ struct HalfSteps : GradSteps<kManyKeys, HalvesShared::kStages, GroupProducts, kR
   template <typename Stage>
   __device__ __forceinline__ void Look(Stage& tiles, const Weights& weights, Results& of_queries) {
     if constexpr (kReads) {
-      Read(of_queries, tiles.q);
+      ReadState(of_queries, tiles.q);
       Products::template Wait<0>(of_queries);
       Base::WeighQueries(weights, of_queries);
     }
@@ -179,7 +179,7 @@ struct HalfSteps : GradSteps<kManyKeys, HalvesShared::kStages, GroupProducts, kR
     Results written, seen = {}, off = {};
     Left read;
     const auto as_it_is = [](int, int, float2 two) { return two; };
-    Read(written, tiles.k);
+    ReadState(written, tiles.k);
     Products::Begin(seen);
     Base::Queue(seen, of_dy, tiles.seen);
     WeighLeft<true>(written, weights, [&] { Products::template Wait<1>(written); });
