@@ -10,6 +10,7 @@
 
 #include "base/check.h"
 #include "base/ops.h"
+#include "delta/channel.cuh"
 
 namespace te {
 namespace {
@@ -99,7 +100,7 @@ void Delta(const Sizes& of, bool by_channel = false) {
   const Arg gate = Drawn(F32, {rows, s, h, gates}, 0.02f, -0.1f), initial = Drawn(F32, {rows, h, n, p});
   const Arg runs = Runs(rows, s, run), dy = Drawn(BF16, {rows, s, h, p}), dlast = Drawn(F32, {rows, h, n, p});
   const int64_t shared = g == 1 ? 1 : h / g;
-  const int64_t of_chunk = by_channel ? (n > 64 ? 66432 : 41600) : 18192;
+  const int64_t of_chunk = by_channel ? delta::ChannelBytes(n) : sizeof(delta::Chunk);
   const int64_t of_chunks = rows * CeilDiv(s, 64) * h * of_chunk;
   const int64_t of_slab = slab_rows * slab_tokens * h * p * 2;
   const Ret states = Written(F32, {rows, CeilDiv(s, 1024), h, n, p});

@@ -142,15 +142,16 @@ Status LaunchSsdBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg x, Arg dt, Arg A
 
 // The gated delta rule, with a gate for each head or channel of keys. q, k bf16 [b, s, g, d], v bf16 [b, s,
 // h, e], beta f32 [b, s, h], gate f32 [b, s, h, 1] or [b, s, h, d], runs? as above, initial? f32 [b, h, d, e]
-// -> y as v, last? f32 [b, h, d, e], states? f32 [b, ceil(s / 512), h, d, e]: before each 512 tokens. shared
-// as above. d and e are multiples of 8, at most 128. workspace: for each 64 tokens of a head 18192 bytes;
-// with gates of channels 41600, or 66432 of more than 64.
+// -> y as v, last? f32 [b, h, d, e], states? f32 [b, ceil(s / 1024), h, d, e]: before each 1024 tokens.
+// shared as above. d and e are multiples of 8, d at most 128, e 512; with a gate for each head, at least one
+// token and compute capability 9.0, d at most 256. workspace: for each 64 tokens of a head 18448 bytes; with
+// gates of channels 41600, or 66432 of more than 64.
 Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, Arg gate, Arg runs,
                            Arg initial, Ret y, Ret last, Ret states, Ret workspace, double scale,
                            bool normalize, int64_t shared);
 
 // dy as v, dlast? as last, the rest as above, states that the forward pass kept -> dq, dk as q, dv as v,
-// dbeta, dgate, dinitial? as initial. In slabs of slab_rows rows and slab_tokens tokens (a multiple of 512,
+// dbeta, dgate, dinitial? as initial. In slabs of slab_rows rows and slab_tokens tokens (a multiple of 1024,
 // or of 64 and s or more); workspace, each part a multiple of 256 bytes: as the forward pass has it, of a
 // slab; the state f32 [b, h, d, e] unless dinitial is there; and of a slab twice bf16 [slab_rows, slab_tokens
 // / 64, h, e, d], then twice bf16 [slab_rows, slab_tokens, h, e].

@@ -56,8 +56,8 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
   TE_TRY(IsHopper(&is_hopper));
   is_hopper = is_hopper && a.of.s > 0;  // no tensor map is empty
 #endif
+  TE_TRY(ExpectKeys("te_gated_delta_bwd", a.of, is_hopper));
   TE_TRY(MakeChunks(stream, call, a.part, chunks, is_hopper && !is_first));
-  if (!is_hopper) TE_TRY(ExpectKeys("te_gated_delta_bwd", a.of));
 #ifdef TE_HAS_90A
   if (is_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
 #endif

@@ -9,7 +9,7 @@ namespace te::delta {
 struct GradArgs {
   // Of the walk that makes states again, and of the one back, whose values are dy.
   WalkArgs again, back;
-  Chunk* chunks;  // as both have them
+  Chunk* chunks;  // as both walks have them; the last kernel writes into them
   ChunkArgs of;
   ChunkPart part;      // what the slab has: kKept tokens or a multiple, or all
   const float* kept;   // [rows, ceil(s / kKept), h, d, e]

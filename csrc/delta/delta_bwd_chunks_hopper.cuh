@@ -285,8 +285,10 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
           along += two.x * of[4 * j + 2 * half] + two.y * of[4 * j + 2 * half + 1];
         }
         along = WarpSum<4>(along);
-        if (AreParts() && Lane() % 4 == 0) s.along[of_queries][token] = along;
-        if (AreParts()) continue;
+        if (AreParts()) {
+          if (Lane() % 4 == 0) s.along[of_queries][token] = along;
+          continue;
+        }
         const float less = along * Lengths(of_queries)[token] * Lengths(of_queries)[token];
 #pragma unroll
         for (int j = 0; j < kD / 8; ++j) {
@@ -310,7 +312,8 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
     WaitForStores();
   }
 
-  // A warpgroup: the gradients to scores, by so many of a head's units together.
+  // A warpgroup: the gradients to scores, by so many of a head's units together: none is released before all
+  // of them have come, so they are fewer than stages.
   static constexpr int kTogether = 2;
   static_assert(kTogether < kStages);
   __device__ __forceinline__ void OfScores() const {

@@ -356,7 +356,7 @@ struct Walk {
     for (int k = 0; k < kChunk / 16; ++k)
       AsLeft(kept[k], written, k, [&](int i, int, float2 two) { return leaves(2 * k + i / 2, two); });
     Products::Begin(state);
-    Products::template Across<kOwn>(state, kept, Own(tiles.Left()), Stays(weights));
+    Products::template Across<kD>(state, kept, tiles.Left(), Stays(weights));
     Products::Commit();
     if (kReads) {
       Products::template Wait<1>(of_queries);

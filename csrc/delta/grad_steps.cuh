@@ -88,7 +88,7 @@ struct GradSteps : Walk<kD, kStages, Products, kBack, Gate, kGroups, kParts, kPa
       });
     if constexpr (!kAhead) Read(tiles, weights, of_dy, read);
     Products::Begin(state);
-    Products::template Across<Base::kOwn>(state, left, Base::Own(tiles.k));
+    Products::template Across<kD>(state, left, tiles.k);
     Products::Commit();
     write();
     Products::template Wait<0>(state);

@@ -65,10 +65,11 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
   return {};
 }
 
-// Keys as kernels by mma.sync take them.
-inline Status ExpectKeys(const char* op, const ChunkArgs& a) {
-  TE_CHECK(a.d <= kMostKeys, "%s: %d channels of k; more than %d take tokens and compute capability 9.0", op,
-           a.d, kMostKeys);
+// Keys as the kernels of the GPU take them.
+inline Status ExpectKeys(const char* op, const ChunkArgs& a, bool is_hopper) {
+  TE_CHECK(is_hopper || a.d <= kMostKeys,
+           "%s: k has %d channels; more than %d need compute capability 9.0 and at least one token", op, a.d,
+           kMostKeys);
   return {};
 }
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping
 from functools import partial, wraps
 from typing import Any
 
+import jax
 from flax import linen as nn
 from flax import nnx
 
@@ -194,7 +195,7 @@ def _check_selection(model, wrt):
 
 
 def _is_static(argument) -> bool:
-    function = callable(argument) and not isinstance(argument, nnx.Pytree)
+    function = callable(argument) and not isinstance(argument, nnx.Pytree) and jax.tree_util.all_leaves([argument])
     return argument is None or isinstance(argument, bool | str) or function
 
 

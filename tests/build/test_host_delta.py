@@ -11,13 +11,16 @@ import numpy as np
 import pytest
 from host_cuda import program
 
+from te_jax.ops.delta import kernels
+
 pytestmark = pytest.mark.sources
 bf16, f32 = jnp.bfloat16, np.float32
 CHUNK, KEPT = 64, 1024
 # s, h, g, d, e: one token, chunks that are full and not, more of them than stages, wide and narrow tiles, two slabs of
 # values one of which is not full, of one CTA and of two, states that are kept.
-CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1, 64, 72), (1090, 1, 1, 24, 16)]
-CHANNEL_CASES = [(200, 2, 1, 128, 72, True), (130, 1, 1, 24, 72, True)]
+CASES = [(1, 2, 2, 8, 8), (200, 2, 1, 128, 64), (130, 1, 1, 128, 72), (70, 1, 1, 64, 72), (70, 1, 1, 72, 136)]
+CASES += [(1090, 1, 1, 24, 16)]
+CHANNEL_CASES = [(200, 2, 1, 128, 72, True), (130, 1, 1, 24, 72, True), (66, 1, 1, 128, 264, True)]
 # Where two groups have half of the keys each: all of them, and some; values that are not full.
 HALVES = [(200, 2, 1, 256, 72), (70, 1, 1, 136, 64)]
 OF_HEADS = [(*case, False) for case in CASES + HALVES]
@@ -145,6 +148,12 @@ def channel_chunks_of(given, runs):
     return [[chunk(first, head) for head in range(h)] for first in range(0, s, CHUNK)]
 
 
+def test_bytes_of_a_chunk():
+    """As many as the C API says, which sizes the workspace."""
+    for d, by_channel in (64, False), (64, True), (128, True):
+        assert str(kernels._chunk_bytes(d, by_channel)) in (program.library.CSRC / "base/ops.h").read_text()
+
+
 def in_bytes(chunks):
     return np.frombuffer(b"".join(chunk.bytes() for heads in chunks for chunk in heads), np.uint8)
 
@@ -252,6 +261,7 @@ GRADIENTS = [
     (130, 2, 1, 256, 72, 192, 2, True),
     (70, 3, 1, 200, 16, 128, 1, False),
     (40, 2, 1, 16, 264, 64, 1, False),
+    (66, 6, 2, 256, 200, 128, 3, True),
 ]
 
 
@@ -310,11 +320,12 @@ def test_gradients(bwd, rng, s, h, g, d, e, slab_tokens, parts, has_runs):
         oracle.near(mine, want[name], f"d{name}", GRADIENT_ERROR)
 
 
-def test_a_state_that_is_not_finite_stays_in_its_run(bwd, rng):
+@pytest.mark.parametrize("d", [16, 200])
+def test_a_state_that_is_not_finite_stays_in_its_run(bwd, rng, d):
     """A run that begins with a chunk: its gradients have the same bits, whatever the state before it is."""
-    rows, cotangents, _ = oracle.rows_of(rng, 2 * CHUNK, 1, 1, 16, 16, False, bf16, count=1)
+    rows, cotangents, _ = oracle.rows_of(rng, 2 * CHUNK, 1, 1, d, 16, False, bf16, count=1)
     call = Call(rows, cotangents, np.arange(2 * CHUNK)[None] // CHUNK, [2 * CHUNK, 1])
-    clean, spoiled = call.gradients(bwd), call.gradients(bwd, np.full((1, 1, 1, 16, 16), np.inf, f32))
+    clean, spoiled = call.gradients(bwd), call.gradients(bwd, np.full((1, 1, 1, d, 16), np.inf, f32))
     assert np.isnan(spoiled["q"][:, :CHUNK].astype(f32)).any()
     for name in ("q", "k", "v", "beta", "gate"):
         np.testing.assert_array_equal(spoiled[name][:, CHUNK:], clean[name][:, CHUNK:], name)

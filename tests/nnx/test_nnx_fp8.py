@@ -10,7 +10,7 @@ import optax
 import pytest
 from arrays import on_device
 from flax import linen as nn
-from flax import nnx
+from flax import nnx, struct
 from quick_init import quick_nnx
 from states import restored, saved
 
@@ -142,6 +142,16 @@ def test_only_value_and_grad_moves_it():
     np.testing.assert_allclose(fp8_of(model)["x_scale"], 448 / amax, rtol=1e-6)
 
 
+@struct.dataclass
+class Times:
+    """A function whose number is traced."""
+
+    factor: jax.Array
+
+    def __call__(self, a):
+        return self.factor * a
+
+
 def test_with_aux_and_static_arguments():
     model = make()
 
@@ -154,7 +164,9 @@ def test_with_aux_and_static_arguments():
         run = te_nnx.value_and_grad(loss, has_aux=True, wrt=nnx.PathContains("kernel"))
         (halved, _), _ = run(make(), X, name="y", twice=True, by=jnp.float32(2), half=True)
         (value, aux), grads = run(model, X, True, "y", by=jnp.float32(2), half=False, root=jnp.sqrt)
+        (doubled, _), _ = run(make(), X, True, "y", by=jnp.float32(2), half=False, root=Times(jnp.float32(2)))
     np.testing.assert_allclose(2 * halved, value**2, rtol=1e-6)
+    np.testing.assert_allclose(doubled, 4 * halved, rtol=1e-6)
     assert set(aux) == {"y"} and aux["y"].dtype == X.dtype and set(nnx.to_pure_dict(grads)) == {"kernel"}
     assert float(newest(model)["x_amax_history"]) == 2 * float(jnp.max(jnp.abs(X)))
 

@@ -88,9 +88,9 @@ def test_gated_delta(rng, monkeypatch, s, h, g, d, e, absent):
     check(rng, s, h, g, d, e, absent)
 
 
-# As above. Of more channels the gradient to one gate is a sum of more terms, and more often small by chance: heads are
-# several, so that the row's largest number is as large as any term.
-WIDE = [
+# With more channels a gate's gradient sums more terms, and is more often small by chance. So there are several heads:
+# the row's largest number is then as large as any term.
+MANY_KEYS = [
     (1, 2, 2, 136, 8, ()),
     (64, 8, 4, 256, 256, ("initial_state",)),
     (130, 4, 2, 256, 456, ()),
@@ -99,10 +99,12 @@ WIDE = [
 ]
 
 
-@pytest.mark.parametrize("s, h, g, d, e, absent", WIDE)
+@pytest.mark.parametrize("s, h, g, d, e, absent", MANY_KEYS)
 def test_more_than_128_channels_of_keys(rng, request, monkeypatch, s, h, g, d, e, absent):
     if request.config.getoption("--host-kernels"):
         pytest.skip("Hopper's kernels are run by tests/build/test_host_delta.py there")
+    if not kernels._is_hopper():
+        pytest.skip("Hopper's kernels")
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (1, 1))
     check(rng, s, h, g, d, e, absent)
 
@@ -122,13 +124,21 @@ def test_where_products_of_channels_are_split(rng):
     check(rng, s, h, h, d, e, (), count=2, by_channel=True, errors=CHANNEL_ERRORS, gate=gate.astype(np.float32))
 
 
+def test_more_than_128_channels_of_keys_elsewhere(rng, request):
+    if not request.config.getoption("--host-kernels"):
+        pytest.skip("a GPU that is no Hopper gets plain JAX")
+    with pytest.raises(jax.errors.JaxRuntimeError, match="k has 136 channels; more than 128 need compute capability"):
+        check(rng, 64, 1, 1, 136, 8, ())
+
+
+@pytest.mark.parametrize("e", [72, 200])
 @pytest.mark.parametrize("by_channel", [False, True])
-def test_more_walks_than_multiprocessors(rng, request, by_channel):
-    """On Hopper a CTA then has two slabs of values: 6 x 12 x 2 walks, or 6 x 12."""
+def test_more_walks_than_multiprocessors(rng, request, by_channel, e):
+    """On Hopper a CTA then has two slabs of values, of which one may be empty: 6 x 12 x 2 walks, or 6 x 12."""
     if request.config.getoption("--host-kernels"):
         pytest.skip("Hopper's kernels are run by tests/build/test_host_delta.py there")
     errors = CHANNEL_ERRORS if by_channel else (ERROR, GRADIENT_ERROR)
-    check(rng, 300, 12, 12, 128, 72, (), by_channel=by_channel, errors=errors)
+    check(rng, 300, 12, 12, 128, e, (), by_channel=by_channel, errors=errors)
 
 
 def test_gates_of_a_run_without_a_loss(rng):
@@ -281,6 +291,7 @@ def test_which_calls_have_a_kernel(monkeypatch):
     assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8), dict(c=128), dict(e=512)))
     without = dict(dtype=f32), dict(d=264), dict(d=136, c=136), dict(e=520), dict(d=12), dict(d=12, c=12)
     assert not any(kernels._rule_has_kernel(*of(**case)) for case in without)
+    monkeypatch.setattr(kernels.extension, "is_built_for", lambda arch: True)
     for capability, has in (("9.0", True), (None, True), ("8.9", False), ("10.0", False)):
         monkeypatch.setattr(kernels.extension, "compute_capability", lambda: capability)  # noqa: B023
         assert kernels._rule_has_kernel(*of(d=256)) == has

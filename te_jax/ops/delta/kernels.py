@@ -18,9 +18,15 @@ KEPT = 1024
 _MOST_KEYS, _MOST_VALUES = 128, 512  # channels
 _MOST_KEYS_OF_HOPPER = 256  # on Hopper, with a gate for each head
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
+_INT32_MAX = 2**31 - 1  # numbers of a row's states
 # Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
 # least and at most so many. Fewer slabs are faster.
 _RULE_SLAB_BYTES = 128 << 20, 512 << 20
+
+
+def _is_hopper():
+    """Also where no GPU is there to ask."""
+    return extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -28,11 +34,9 @@ def _rule_has_kernel(q, k, v, gate):
     sizes_known = all(isinstance(size, int) for a in (k, v) for size in a.shape)
     in_bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k, v))
     d, e = k.shape[-1], v.shape[-1]
-    is_hopper = extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
-    most_keys = _MOST_KEYS_OF_HOPPER if is_hopper and gate.shape[-1] == 1 else _MOST_KEYS
-    sizes_fit = sizes_known and 0 not in v.shape and d % 8 == e % 8 == 0 < min(d, e)
-    sizes_fit = sizes_fit and d <= most_keys and e <= _MOST_VALUES
-    sizes_fit = sizes_fit and max(prod(v.shape[:-3]), k.shape[-2]) <= _MOST_ROWS
+    sizes_fit = sizes_known and 0 not in v.shape and d % 8 == e % 8 == 0 < min(d, e) and e <= _MOST_VALUES
+    sizes_fit = sizes_fit and (d <= _MOST_KEYS or d <= _MOST_KEYS_OF_HOPPER and gate.shape[-1] == 1 and _is_hopper())
+    sizes_fit = sizes_fit and max(prod(v.shape[:-3]), k.shape[-2]) <= _MOST_ROWS and v.shape[-2] * d * e <= _INT32_MAX
     return sizes_fit and in_bf16 and gate.shape[-1] in (1, d)
 
 
