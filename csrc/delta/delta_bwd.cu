@@ -42,27 +42,21 @@ Status ExpectSlab(const char* op, int64_t s, int64_t rows, int64_t tokens) {
 }
 
 // What follows from a slab's walks.
-Status RunGradients(cudaStream_t stream, const GradArgs& a, int64_t rows, bool is_hopper) {
-  if (a.again.of_channels) return RunChannelGradients(stream, a, is_hopper);
+Status RunGradients(cudaStream_t stream, const DeltaCall& call, const GradArgs& a) {
+  if (call.by_channel) return RunChannelGradients(stream, a, call.on_hopper);
 #ifdef TE_HAS_90A
-  if (is_hopper) return RunGradChunksOnHopper(stream, a, rows);
+  if (call.on_hopper) return RunGradChunksOnHopper(stream, a, call.rows);
 #endif
   return RunGradChunks(stream, a);
 }
 
 Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, void* chunks, bool is_first) {
-  bool is_hopper = false;
+  TE_TRY(MakeChunks(stream, call, a.part, chunks, call.on_hopper && !is_first));
 #ifdef TE_HAS_90A
-  TE_TRY(IsHopper(&is_hopper));
-  is_hopper = is_hopper && a.of.s > 0;  // no tensor map is empty
+  if (call.on_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
 #endif
-  TE_TRY(ExpectKeys("te_gated_delta_bwd", a.of, is_hopper));
-  TE_TRY(MakeChunks(stream, call, a.part, chunks, is_hopper && !is_first));
-#ifdef TE_HAS_90A
-  if (is_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
-#endif
-  if (!is_hopper) TE_TRY(RunGradWalks(stream, a));
-  return a.of.s > 0 ? RunGradients(stream, a, call.rows, is_hopper) : Status{};
+  if (!call.on_hopper) TE_TRY(RunGradWalks(stream, a));
+  return a.of.s > 0 ? RunGradients(stream, call, a) : Status{};
 }
 
 Status RunSlabs(cudaStream_t stream, const DeltaCall& call, const float* dlast, void* chunks, GradArgs a) {
@@ -108,6 +102,7 @@ Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k,
   void* chunks = nullptr;
   TE_TRY(delta::Divide(kOp, workspace, dinitial, call, &args, &chunks));
   if (call.state.count() == 0) return {};
+  TE_TRY(delta::ChooseKernels(kOp, &call));
   delta::WalkArgs& again = args.again;
   again.q = of.q, again.k = of.k, again.v = Data<const Bf16>(v);
   again.s = of.s, again.h = of.h, again.g = of.g, again.d = of.d, again.e = int(call.e);

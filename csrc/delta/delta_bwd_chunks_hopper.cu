@@ -28,7 +28,7 @@ Status MakeMaps(const GradArgs& a, int64_t rows, int halves, HopperGradArgs* out
   TE_TRY(MapOfTokens(kOp, &out->dk, a.dk, keys, kBand));
   TE_TRY(MapOfTokens(kOp, &out->dy, a.back.v, ValuesOf(of, rows), kChunk));
   TE_TRY(MapOfTokens(kOp, &out->written, a.written, of_slab, kChunk));
-  TE_TRY(MapOfTokens(kOp, &out->alone, a.gradients_written, of_slab, kChunk));
+  TE_TRY(MapOfTokens(kOp, &out->gradients_written, a.gradients_written, of_slab, kChunk));
   TE_TRY(MapOfStates(kOp, &out->states, a.states, StatesOf(a), kSlab));
   return MapOfStates(kOp, &out->gradients, a.gradients, StatesOf(a), kSlab);
 }

@@ -63,7 +63,8 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
       }
       CopyBox(AddressOf(stage.dy), &given.dy, full, first, head, Token(), Row());
       CopyBox(AddressOf(stage.written), &given.written, full, first, head, chunk * kChunk, row);
-      CopyBox(AddressOf(stage.alone), &given.alone, full, first, head, chunk * kChunk, row);
+      CopyBox(AddressOf(stage.gradients_written), &given.gradients_written, full, first, head, chunk * kChunk,
+              row);
     }
   }
 
@@ -135,7 +136,7 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
         float read[32];
         uint32_t dy[4][4];
         MultiplyState<kD>(read, s.q, stage.state);
-        if (Half() == 0) OfValues(stage.alone, weights.betas, v, values, first, along);
+        if (Half() == 0) OfValues(stage.gradients_written, weights.betas, v, values, first, along);
         LoadWeighed(dy, stage.dy, by);
         WaitForProducts<0>();
         Settle(read);
@@ -186,13 +187,15 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
       if (Has(j, first)) v[j] = Load<8>(a.again.v + at);
   }
   // dv, and v times the gradient to what a token writes.
-  __device__ __forceinline__ void OfValues(const uint8_t* alone, const float* betas, const Values& v,
-                                           int64_t at, int first, float (&along)[kSlab / 16]) const {
+  __device__ __forceinline__ void OfValues(const uint8_t* gradients_written, const float* betas,
+                                           const Values& v, int64_t at, int first,
+                                           float (&along)[kSlab / 16]) const {
 #pragma unroll
     for (int j = 0; j < kSlab / 16; ++j, at += NextValues()) {
       if (!Has(j, first)) continue;
       const int token = TokenOfValues(j);
-      const auto of = Load<8>(reinterpret_cast<const Bf16*>(alone + InBox(token, threadIdx.x % 8)));
+      const auto of =
+          Load<8>(reinterpret_cast<const Bf16*>(gradients_written + InBox(token, threadIdx.x % 8)));
       const float beta = betas[token];
       float dv[8];
 #pragma unroll
@@ -213,7 +216,7 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
         const auto& stage = s.stages[i % kStages];
         const Weights& weights = s.known[i % kStages].weights;
         float product[32], by[2], less[2], left[2];
-        uint32_t alone[4][4], written[4][4];
+        uint32_t weighed[4][4], written[4][4];
         if constexpr (kSeesState) MultiplyState<kD>(product, s.k, stage.state);
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
@@ -222,11 +225,11 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
           left[half] = weights.left[token];
         }
         if constexpr (kSeesState) {
-          LoadWeighed(alone, stage.alone, less);
+          LoadWeighed(weighed, stage.gradients_written, less);
           WaitForProducts<0>();
           Settle(product);
-          AddState<kD>(dk, alone, stage.state);
-          AddDots(says, stage.alone, product, by);
+          AddState<kD>(dk, weighed, stage.state);
+          AddDots(says, stage.gradients_written, product, by);
         }
         MultiplyState<kD>(product, s.k, stage.gradient);
         LoadWeighed(written, stage.written, left);
@@ -330,7 +333,7 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
         Settle(scores), Settle(products);
         Weigh<true>(known, scores, products, dqueries, reads, from);
         MultiplyState<kD>(scores, s.k, s.k);
-        MultiplyWritten(products, first, last, [](const auto& stage) { return stage.alone; });
+        MultiplyWritten(products, first, last, [](const auto& stage) { return stage.gradients_written; });
         WaitForProducts<0>();
         Settle(scores), Settle(products);
         for (int i = first; i < last; ++i) ssm::Release(s.empty[i % kStages]);

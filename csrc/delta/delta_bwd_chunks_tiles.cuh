@@ -13,14 +13,14 @@ struct HopperGradArgs {
   int parts, heads;  // the heads that share a key, by CTAs of a cluster; and how many each has
   // Of [rows, s, h, e] and [rows, s, g, d], or of a slab's tokens, in boxes of 64 tokens, or of 16 of dq and
   // dk; of [slab rows chunks, h, e, d] in boxes of 64 channels of values.
-  CUtensorMap q, k, dy, written, alone, states, gradients, dq, dk;
+  CUtensorMap q, k, dy, written, gradients_written, states, gradients, dq, dk;
 };
 
 template <int kD, bool kRuns>
 struct HopperGradShared {
   static constexpr int kStages = 3;
   struct Stage {  // of 64 channels of a head's values
-    uint8_t dy[kBoxBytes], written[kBoxBytes], alone[kBoxBytes];
+    uint8_t dy[kBoxBytes], written[kBoxBytes], gradients_written[kBoxBytes];
     uint8_t state[ssm::kWideBytes<kD>], gradient[ssm::kWideBytes<kD>];
   };
   struct Known {

@@ -47,7 +47,7 @@ struct GradCta {
     return of_queries ? pairs.of_queries : pairs.of_keys;
   }
 
-  // Where the heads of a key, or its channels, are those of several CTAs, dq or dk of this one's, f32
+  // Where several CTAs share the heads of a key, or its channels, dq or dk of this one's, f32
   // [64, kD], in the stage behind the one of scores, or in the next.
   __device__ __forceinline__ bool AreParts() const { return kHalves > 1 || given.parts > 1; }
   static constexpr int kPitch = kD + 8;

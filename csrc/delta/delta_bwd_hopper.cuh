@@ -13,7 +13,7 @@ struct HopperGradWalkArgs {
 // Where keys have more than kMostKeys channels.
 Status RunGradHalves(cudaStream_t stream, const HopperGradWalkArgs& given);
 
-// Those of the CTA's walk.
+// The tensor maps of the CTA's walk.
 __device__ __forceinline__ WalkMaps MapsOfGradWalk(const HopperGradWalkArgs& given) {
   const bool is_back = int(blockIdx.z) < given.a.part.rows;
   return {&given.q, &given.k, is_back ? &given.dy : &given.v,

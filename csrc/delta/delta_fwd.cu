@@ -54,12 +54,7 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                       {"workspace", workspace, U8, {call.rows * chunks * of.h * call.chunk_bytes}}}));
   if (call.state.count() == 0) return {};
   using ssm::Bf16;
-  bool is_hopper = false;
-#ifdef TE_HAS_90A
-  TE_TRY(IsHopper(&is_hopper));
-  is_hopper = is_hopper && of.s > 0;  // no tensor map is empty
-#endif
-  TE_TRY(delta::ExpectKeys(kOp, of, is_hopper));
+  TE_TRY(delta::ChooseKernels(kOp, &call));
   const delta::ChunkPart all{0, int(call.rows), 0, int(chunks)};
   TE_TRY(delta::MakeChunks(stream, call, all, workspace.data));
   const delta::WalkArgs walk{of.q,
@@ -78,7 +73,7 @@ Status LaunchGatedDeltaFwd(cudaStream_t stream, Arg q, Arg k, Arg v, Arg beta, A
                              call.by_channel ? workspace.data : nullptr,
                              all};
 #ifdef TE_HAS_90A
-  if (is_hopper) return delta::RunHopper(stream, walk, call.rows);
+  if (call.on_hopper) return delta::RunHopper(stream, walk, call.rows);
 #endif
   return (of.d <= 64 ? delta::RunGate<64> : delta::RunGate<128>)(stream, walk, call.rows);
 }

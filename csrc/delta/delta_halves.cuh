@@ -27,13 +27,7 @@ struct HalvesShared {
     // Tiles of products and copies begin at a multiple.
     static_assert(sizeof(tiles.stages[0]) % 1024 == 0 &&
                   (sizeof(tiles.state) + sizeof(tiles.written)) % 1024 == 0);
-    constexpr unsigned kOne = ssm::kArrivals, kOfGroup = kWarps * kOne, kAll = 2 * kOfGroup;
-    if (threadIdx.x == 0) {
-      ssm::InitRing(full, empty, kOne, kAll);
-      ssm::InitRing(y_full, y_empty, kOfGroup, kOne), ssm::InitRing(state_full, state_empty, kAll, kOne);
-      FenceBarrierInit();
-    }
-    __syncthreads();
+    BeginWalks(*this, 2 * kWarps, kWarps);
   }
 };
 static_assert(sizeof(HalvesShared) <= 227 * 1024);

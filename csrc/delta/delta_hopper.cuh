@@ -67,6 +67,19 @@ struct StateTiles {
 };
 struct NoTiles {};
 
+// All threads of a CTA: its barriers, where so many warps walk, and so many of them leave y.
+template <typename Shared>
+__device__ __forceinline__ void BeginWalks(Shared& s, unsigned walking, unsigned leaving_y) {
+  constexpr unsigned kOne = ssm::kArrivals;
+  if (threadIdx.x == 0) {
+    ssm::InitRing(s.full, s.empty, kOne, walking * kOne);
+    ssm::InitRing(s.y_full, s.y_empty, leaving_y * kOne, kOne);
+    ssm::InitRing(s.state_full, s.state_empty, walking * kOne, kOne);
+    FenceBarrierInit();
+  }
+  __syncthreads();
+}
+
 // One warp fetches for those that walk, and others write what they leave.
 template <int kD, typename Gate = OfHead, int kGroups = 1, bool kBack = false>
 struct HopperShared {
@@ -82,13 +95,7 @@ struct HopperShared {
   __device__ __forceinline__ void Begin() {
     static_assert(sizeof(tiles.stages[0]) % 1024 == 0);  // tiles of products begin at a multiple
     static_assert(sizeof(tiles.stages) % 1024 == 0 && sizeof(tiles.y) % 1024 == 0);
-    constexpr unsigned kOne = ssm::kArrivals, kAll = kGroups * kWarps * kOne;
-    if (threadIdx.x == 0) {
-      ssm::InitRing(full, empty, kOne, kAll);
-      ssm::InitRing(y_full, y_empty, kAll, kOne), ssm::InitRing(state_full, state_empty, kAll, kOne);
-      FenceBarrierInit();
-    }
-    __syncthreads();
+    BeginWalks(*this, kGroups * kWarps, kGroups * kWarps);
   }
 };
 // Whether CTAs of two groups walk: where `walks` of one, of all heads of `rows` each, would take turns on the

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "base/check.h"
+#include "base/device.h"
 #include "delta/channel.cuh"
 
 namespace te::delta {
@@ -22,6 +23,7 @@ struct DeltaCall {
   int64_t chunk_bytes;  // of a chunk of a head
   Axes gates;           // of gate
   bool by_channel;      // whether each channel of keys has one
+  bool on_hopper;       // whether its kernels take the call
 };
 
 inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
@@ -50,7 +52,7 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
            "%s: v is %s, too large for one call", of.op, v.c_str());
   const Axes kept{rows, CeilDiv(s, kKept), h, d, e};
   const int64_t of_chunk = by_channel ? ChannelBytes(d) : int64_t(sizeof(Chunk));
-  *call = {values, keys, heads, state, kept, rows, e, {}, of_chunk, gates, by_channel};
+  *call = {values, keys, heads, state, kept, rows, e, {}, of_chunk, gates, by_channel, false};
   call->chunks = {Data<const Bf16>(of.q),
                   Data<const Bf16>(of.k),
                   Data<const float>(of.beta),
@@ -65,11 +67,15 @@ inline Status ExpectDelta(const DeltaOperands& of, DeltaCall* call) {
   return {};
 }
 
-// Keys as the kernels of the GPU take them.
-inline Status ExpectKeys(const char* op, const ChunkArgs& a, bool is_hopper) {
-  TE_CHECK(is_hopper || a.d <= kMostKeys,
-           "%s: k has %d channels; more than %d need compute capability 9.0 and at least one token", op, a.d,
-           kMostKeys);
+// Which kernels take the call.
+inline Status ChooseKernels(const char* op, DeltaCall* call) {
+#ifdef TE_HAS_90A
+  TE_TRY(IsHopper(&call->on_hopper));
+  call->on_hopper = call->on_hopper && call->chunks.s > 0;  // no tensor map is empty
+#endif
+  TE_CHECK(call->on_hopper || call->chunks.d <= kMostKeys,
+           "%s: k has %d channels; more than %d need compute capability 9.0 and at least one token", op,
+           call->chunks.d, kMostKeys);
   return {};
 }
 

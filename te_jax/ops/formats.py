@@ -23,6 +23,12 @@ FP8_TYPE = Kind(
 HOPPER = "9.0"  # the compute capability of products of blocks of 128
 _BLACKWELL = 10  # the least major one of products of blocks of 32
 
+
+def has_hopper_kernels() -> bool:
+    """Whether te_jax's kernels that only Hopper runs are there; also where no GPU is there to ask."""
+    return extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
+
+
 # -- arrays and blocks ----------------------------------------------------------------------------------------
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from ssm_oracle import both
 
+from te_jax.ops import formats
 from te_jax.ops.delta import gated_delta, kernels
 from te_jax.ops.delta.rule import gated_delta_bwd, gated_delta_fwd
 
@@ -103,7 +104,7 @@ MANY_KEYS = [
 def test_more_than_128_channels_of_keys(rng, request, monkeypatch, s, h, g, d, e, absent):
     if request.config.getoption("--host-kernels"):
         pytest.skip("Hopper's kernels are run by tests/build/test_host_delta.py there")
-    if not kernels._is_hopper():
+    if not formats.has_hopper_kernels():
         pytest.skip("Hopper's kernels")
     monkeypatch.setattr(kernels, "_RULE_SLAB_BYTES", (1, 1))
     check(rng, s, h, g, d, e, absent)
@@ -291,7 +292,7 @@ def test_which_calls_have_a_kernel(monkeypatch):
     assert all(kernels._rule_has_kernel(*of(**case)) for case in ({}, dict(d=64), dict(e=8), dict(c=128), dict(e=512)))
     without = dict(dtype=f32), dict(d=264), dict(d=136, c=136), dict(e=520), dict(d=12), dict(d=12, c=12)
     assert not any(kernels._rule_has_kernel(*of(**case)) for case in without)
-    monkeypatch.setattr(kernels.extension, "is_built_for", lambda arch: True)
+    monkeypatch.setattr(formats.extension, "is_built_for", lambda arch: True)
     for capability, has in (("9.0", True), (None, True), ("8.9", False), ("10.0", False)):
-        monkeypatch.setattr(kernels.extension, "compute_capability", lambda: capability)  # noqa: B023
+        monkeypatch.setattr(formats.extension, "compute_capability", lambda: capability)  # noqa: B023
         assert kernels._rule_has_kernel(*of(d=256)) == has

@@ -7,9 +7,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from te_jax.core import extension
 from te_jax.ops.delta.chunk import CHUNK
-from te_jax.ops.formats import HOPPER, ceil_div
+from te_jax.ops.formats import ceil_div, has_hopper_kernels
 from te_jax.ops.ssm.pieces import CTAS
 from te_jax.ops.ssm.runs import runs_and_rows
 
@@ -24,18 +23,14 @@ _INT32_MAX = 2**31 - 1  # numbers of a row's states
 _RULE_SLAB_BYTES = 128 << 20, 512 << 20
 
 
-def _is_hopper():
-    """Also where no GPU is there to ask."""
-    return extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
-
-
 def _rule_has_kernel(q, k, v, gate):
     """Whether the kernels take such operands."""
     sizes_known = all(isinstance(size, int) for a in (k, v) for size in a.shape)
     in_bf16 = all(a.dtype == jnp.bfloat16 for a in (q, k, v))
     d, e = k.shape[-1], v.shape[-1]
-    sizes_fit = sizes_known and 0 not in v.shape and d % 8 == e % 8 == 0 < min(d, e) and e <= _MOST_VALUES
-    sizes_fit = sizes_fit and (d <= _MOST_KEYS or d <= _MOST_KEYS_OF_HOPPER and gate.shape[-1] == 1 and _is_hopper())
+    many = sizes_known and d > _MOST_KEYS and gate.shape[-1] == 1 and has_hopper_kernels()
+    sizes_fit = sizes_known and 0 not in v.shape and d % 8 == e % 8 == 0 < min(d, e)
+    sizes_fit = sizes_fit and d <= (_MOST_KEYS_OF_HOPPER if many else _MOST_KEYS) and e <= _MOST_VALUES
     sizes_fit = sizes_fit and max(prod(v.shape[:-3]), k.shape[-2]) <= _MOST_ROWS and v.shape[-2] * d * e <= _INT32_MAX
     return sizes_fit and in_bf16 and gate.shape[-1] in (1, d)
 

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from te_jax.core import extension
 from te_jax.core.arrays import as_jax
 from te_jax.core.check import ARRAY, BOOL, INTEGERS, check, integer
 from te_jax.core.derivatives import custom_vjp
@@ -27,7 +26,7 @@ from te_jax.core.types import align, like
 from te_jax.ops.experts.permute import ALIGNMENT
 from te_jax.ops.experts.router import MOST_EXPERTS
 from te_jax.ops.experts.rows import check_groups, expert_of_row, expert_of_tile, in_tiles, only_tokens, sum_of_experts
-from te_jax.ops.formats import HOPPER, ROWS_32, ROWS_128, SQUARES_128, fill
+from te_jax.ops.formats import ROWS_32, ROWS_128, SQUARES_128, fill, has_hopper_kernels
 from te_jax.ops.gemm.dense import (
     FP8,
     ONE_SCALE,
@@ -147,8 +146,7 @@ def _unquantized_wgrad_reference(lhs, rhs, offsets, counts, c, *, out_dtype, **_
 
 def _kernel_takes(lhs: jax.Array, counts: jax.Array) -> bool:
     """Whether the kernel multiplies factors of this type for so many experts; XLA does otherwise."""
-    is_hopper = extension.compute_capability() in (None, HOPPER) and extension.is_built_for("90a")
-    return is_hopper and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
+    return has_hopper_kernels() and lhs.dtype != jnp.float32 and 1 <= counts.shape[0] <= MOST_EXPERTS
 
 
 def _bytes_aligned(a, axis: int):
