@@ -288,7 +288,7 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
           along += two.x * of[4 * j + 2 * half] + two.y * of[4 * j + 2 * half + 1];
         }
         along = WarpSum<4>(along);
-        if (AreParts()) {
+        if constexpr (kHalves > 1) {
           if (Lane() % 4 == 0) s.along[of_queries][token] = along;
           continue;
         }
@@ -363,6 +363,7 @@ struct HopperGradients : GradCta<kD, kRuns, kHalves> {
   template <typename TokensOf>
   __device__ __forceinline__ void MultiplyWritten(float (&products)[32], int first, int last,
                                                   TokensOf&& tokens_of) const {
+#pragma unroll 1
     for (int i = first; i <= last; ++i) {
       ssm::WaitFull(s.full, i);
       const auto& stage = s.stages[i % kStages];

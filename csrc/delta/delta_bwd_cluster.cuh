@@ -78,7 +78,7 @@ struct GradCta {
         const float4 of = LoadAt(at, other * kHalves + Half());
         sums[0] += of.x, sums[1] += of.y, sums[2] += of.z, sums[3] += of.w;
       }
-      if (a.of.normalize) TakeAlong(sums, of_queries, token, column);
+      if (kHalves > 1 && a.of.normalize) TakeAlong(sums, of_queries, token, column);
       const int64_t to = ((Row() * a.again.s + Token() + token) * a.again.g + Group()) * a.again.d + key;
       Store((of_queries ? a.dq : a.dk) + to, Round<Bf16, 4>(sums));
     }
