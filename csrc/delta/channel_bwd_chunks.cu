@@ -81,7 +81,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
     const int values = Values() - first;
     Fetch(to.dy, a.back.v + at, stride, Rows(), values);
     Fetch(to.written, a.written + written, stride, Rows(), values);
-    Fetch(to.alone, a.gradients_written + written, stride, Rows(), values);
+    Fetch(to.gradients_written, a.gradients_written + written, stride, Rows(), values);
   }
   // Next to values, which stay.
   __device__ __forceinline__ void FetchStates(int first) {
@@ -121,14 +121,14 @@ struct ChannelGradients : ChannelBands<kRuns> {
         const int from = right + From(i) * Base::kOfBand;
 #pragma unroll
         for (int k = 0; k < kSlab; k += 16) {
-          uint32_t dy[4], alone[4], b[4];
+          uint32_t dy[4], gradients_written[4], b[4];
           LoadMatrices<false>(dy, s.values.dy.cells + (rows ^ k));
-          LoadMatrices<false>(alone, s.values.alone.cells + (rows ^ k));
+          LoadMatrices<false>(gradients_written, s.values.gradients_written.cells + (rows ^ k));
           LoadMatrices<false>(b, s.values.written.cells + (from ^ k));
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             MultiplyAdd<false>(queries[2 * i + j], dy, b[2 * j], b[2 * j + 1]);
-            MultiplyAdd<false>(keys[2 * i + j], alone, b[2 * j], b[2 * j + 1]);
+            MultiplyAdd<false>(keys[2 * i + j], gradients_written, b[2 * j], b[2 * j + 1]);
           }
         }
       }
@@ -164,7 +164,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
     for (int j = 0; j < kSlab / 32; ++j) {
       const int column = first + ColumnOfValues(j);
       if (!HasValues(column)) continue;
-      const auto of = Load<8>(s.values.alone.At(token, ColumnOfValues(j)));
+      const auto of = Load<8>(s.values.gradients_written.At(token, ColumnOfValues(j)));
       float dv[8];
 #pragma unroll
       for (int n = 0; n < 8; ++n) along += of[n] * v[j][n], dv[n] = s.betas[token] * of[n];
@@ -205,9 +205,9 @@ struct ChannelGradients : ChannelBands<kRuns> {
       const int rows = Base::CellOfA(), right = Base::CellOfB(Column(0));
 #pragma unroll
       for (int k = 0; k < kSlab; k += 16) {
-        uint32_t dy[4], alone[4], written[4], b[4];
+        uint32_t dy[4], gradients_written[4], written[4], b[4];
         LoadMatrices<false>(dy, values.dy.cells + (rows ^ k));
-        LoadMatrices<false>(alone, values.alone.cells + (rows ^ k));
+        LoadMatrices<false>(gradients_written, values.gradients_written.cells + (rows ^ k));
         LoadMatrices<false>(written, values.written.cells + (rows ^ k));
 #pragma unroll
         for (int i = 0; i < kSide / 16; ++i) {
@@ -216,7 +216,7 @@ struct ChannelGradients : ChannelBands<kRuns> {
 #pragma unroll
           for (int j = 0; j < 2; ++j) {
             MultiplyAdd<false>(reads[i][j], dy, b[2 * j], b[2 * j + 1]);
-            MultiplyAdd<false>(says[i][j], alone, b[2 * j], b[2 * j + 1]);
+            MultiplyAdd<false>(says[i][j], gradients_written, b[2 * j], b[2 * j + 1]);
           }
           LoadMatrices<true>(b, s.states.gradient.cells + at);
 #pragma unroll
