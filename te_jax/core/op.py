@@ -229,7 +229,7 @@ class Op:
         return jax.jit(partial(self._run_reference, **{name: value for name, _, value in key}), inline=True)
 
     def _run_cuda(self, *args, inputs, outputs, **attrs):
-        call = partial(self._custom_call, outputs=outputs)
+        call = partial(self.custom_call, outputs=outputs)
         args = self._fill(args, inputs)
         results = self.cuda(call, *args, **attrs) if self.cuda else call(*args, **attrs)
         return results if len(results) == len(outputs) else self._chosen(results, outputs)
@@ -237,8 +237,12 @@ class Op:
     def _chosen(self, results, outputs):
         return [r for o, r in zip(self.rule.outputs, results, strict=True) if o.name in outputs]
 
-    def _custom_call(self, *args, outputs, in_place=None, **attrs):
-        """The FFI call itself: absent names have no element. in_place: {operand: result}."""
+    def custom_call(
+        self, *args: Any, outputs: Sequence[str], in_place: dict[str, str] | None = None, **attrs: Any
+    ) -> list[jax.Array]:
+        """The FFI call itself, where `cuda` is traced: absent names have no element. in_place: {operand: result}.
+
+        Returns the `outputs`, as they are ordered there."""
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]

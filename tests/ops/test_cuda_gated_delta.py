@@ -13,6 +13,7 @@ from ssm_oracle import both
 from te_jax.ops import formats
 from te_jax.ops.delta import gated_delta, kernels
 from te_jax.ops.delta.rule import gated_delta_bwd, gated_delta_fwd
+from te_jax.ops.ssm.pieces import pieces_of
 
 pytestmark = pytest.mark.gpu
 bf16, f32 = jnp.bfloat16, jnp.float32
@@ -54,12 +55,14 @@ CHANNEL_ERRORS = ERROR + 2 * 2.0**-9, GRADIENT_ERROR + 3 * 2.0**-9
 
 
 def check(
-    rng, s, h, g, d, e, absent, normalize=True, count=6, by_channel=False, errors=(ERROR, GRADIENT_ERROR), gate=None
-):
-    """Results and all gradients of some rows, of `gate` where it is there."""
+    rng, s, h, g, d, e, absent, normalize=True, count=6, by_channel=False, errors=(ERROR, GRADIENT_ERROR), begins=None,
+    **drawn,
+):  # fmt: skip
+    """Results and all gradients of some rows. drawn: operands. begins: of the runs of each row."""
     given, cotangents, segments = oracle.rows_of(rng, s, h, g, d, e, by_channel, bf16, count=count)
-    if gate is not None:
-        given |= dict(gate=gate)
+    given |= drawn
+    if begins is not None:
+        segments = np.stack([np.searchsorted(of, np.arange(s), side="right") for of in begins])
     given = {name: a for name, a in given.items() if name not in absent}
     if not normalize:  # of length 1 but for a rounding, so that the state does not grow
         unit = lambda a: (a / np.linalg.norm(a.astype(np.float32), axis=-1, keepdims=True)).astype(a.dtype)
@@ -164,6 +167,25 @@ def test_slabs_of_several_rows_and_blocks(rng, monkeypatch):
     monkeypatch.setattr(kernels, "CTAS", 2)
     assert kernels._slab_of_rule(3, 2100, h, e, d, False, 0) == dict(slab_rows=2, slab_tokens=2048)
     check(rng, 2100, h, 1, d, e, (), count=3)
+
+
+@pytest.mark.parametrize("by_channel, absent", [(False, ()), (True, ("segments",))])
+def test_pieces_of_long_rows(rng, monkeypatch, by_channel, absent):
+    """Rows of few heads in pieces, of which one begins with a run; few tokens write, little is forgotten. What begins a
+    piece is rounded as a state is, so is what earlier tokens leave of it: once more than in a walk over the whole row.
+    """
+    for of in ("_LEAST_WALKED", "_LEAST_WALKED_BACK"):
+        monkeypatch.setattr(kernels, of, (2, kernels.KEPT))
+    rows, s, h, g, d, e = 2, 3 * kernels.KEPT, 1, 1, 8, 8
+    assert pieces_of(jnp.zeros((rows, s, h, e)), kernels.KEPT, *kernels._LEAST_WALKED) == 3
+    errors = CHANNEL_ERRORS if by_channel else (ERROR, GRADIENT_ERROR)
+    errors = [error + more * 2.0**-9 for error, more in zip(errors, (5, 9))]
+    beta = (rng.random((rows, s, h)) * (rng.random((rows, s, h)) < 1 / 128)).astype(bf16)
+    gate = -(rng.random((rows, s, h, d) if by_channel else (rows, s, h)) / 1024).astype(np.float32)
+    options = dict(
+        count=rows, by_channel=by_channel, errors=errors, begins=([700, 2 * kernels.KEPT], [2 * kernels.KEPT + 5])
+    )
+    check(rng, s, h, g, d, e, absent, beta=beta, gate=gate, **options)
 
 
 def test_keys_as_they_are(rng):

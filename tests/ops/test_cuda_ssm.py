@@ -85,10 +85,9 @@ def test_a_nan_step_stays_in_its_segment():
 @pytest.mark.parametrize("absent", [(), ("segments", "initial_state")], ids=str)
 def test_scan_in_pieces(rng, monkeypatch, absent):
     """A few long rows, of which pieces are scanned at the same time."""
-    monkeypatch.setattr(pieces, "_LEAST_LENGTH", kernels.KEPT)
-    monkeypatch.setattr(pieces, "_FEW", 2)
+    monkeypatch.setattr(kernels, "_LEAST_PIECES", (2, kernels.KEPT))
     s, h, g, p, n = 1024, 1, 1, 8, 8
-    assert pieces.pieces_of(jnp.zeros((6, s, h, p)), kernels.KEPT) == 2
+    assert pieces.pieces_of(jnp.zeros((6, s, h, p)), kernels.KEPT, *kernels._LEAST_PIECES) == 2
     check_scan(rng, s, h, g, p, n, jnp.bfloat16, ("z", *absent))
 
 

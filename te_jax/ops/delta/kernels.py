@@ -8,8 +8,9 @@ import jax
 import jax.numpy as jnp
 
 from te_jax.ops.delta.chunk import CHUNK
+from te_jax.ops.delta.pieces import WalkedPieces
 from te_jax.ops.formats import ceil_div, has_hopper_kernels
-from te_jax.ops.ssm.pieces import CTAS
+from te_jax.ops.ssm.pieces import CTAS, cut, joined, kept_by_pieces, pieces_of
 from te_jax.ops.ssm.runs import runs_and_rows
 
 KEPT = 1024
@@ -17,10 +18,14 @@ KEPT = 1024
 _MOST_KEYS, _MOST_VALUES = 128, 512  # channels
 _MOST_KEYS_OF_HOPPER = 256  # on Hopper, with a gate for each head
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
+_GRADIENTS = "dq", "dk", "dv", "dbeta", "dgate"
 _INT32_MAX = 2**31 - 1  # numbers of a row's states
 # Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
 # least and at most so many. Fewer slabs are faster.
 _RULE_SLAB_BYTES = 128 << 20, 512 << 20
+# Pieces of a row, and tokens of each: with fewer, one walk over whole rows takes less time than three, or, backward,
+# than a walk and two backward passes.
+_LEAST_WALKED, _LEAST_WALKED_BACK = (6, 2048), (12, 2048)
 
 
 def _rule_has_kernel(q, k, v, gate):
@@ -44,15 +49,28 @@ def rule(
         return reference(q, k, v, beta, gate, segments, initial, **attrs)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
     runs, q, k, rows, beta, gate, initial = runs_and_rows(v.ndim - 3, segments, q, k, v, beta, gate, initial)
+    if (count := pieces_of(rows, KEPT, *_LEAST_WALKED)) > 1:
+        runs, q, k, rows, beta, gate = (cut(a, count) for a in (runs, q, k, rows, beta, gate))
+        initial = _walked_pieces(count, call, q, k, rows, beta, gate, runs, **attrs).begin(rows, initial)
     results = call(q, k, rows, beta, gate, runs, initial, **attrs)
+    results = [joined(a, count, v.shape[-2], True) for a in results]
     return [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
 
 
+def _walked_pieces(count, forward, q, k, v, beta, gate, runs, **attrs):
+    """forward: the kernels' call of te_gated_delta_fwd."""
+
+    def walk(values, state):
+        return forward(q, k, values, beta, gate, runs, state, outputs=("y", "final"), **attrs)[1]
+
+    return WalkedPieces(count, walk, jnp.zeros((*v.shape[:-1], k.shape[-1]), v.dtype), runs)
+
+
 def rule_bwd(
-    reference: Callable[..., Any], call: Callable[..., Any], dy: Any, dfinal: Any, q: Any, k: Any, v: Any, beta: Any,
-    gate: Any, segments: Any, states: Any, **attrs: Any,
+    reference: Callable[..., Any], forward: Callable[..., Any], call: Callable[..., Any], dy: Any, dfinal: Any, q: Any,
+    k: Any, v: Any, beta: Any, gate: Any, segments: Any, states: Any, **attrs: Any,
 ) -> list[jax.Array]:  # fmt: skip
-    """The `cuda` of te_gated_delta_bwd."""
+    """The `cuda` of te_gated_delta_bwd. forward: the kernels' call of te_gated_delta_fwd."""
     if not _rule_has_kernel(q, k, v, gate):
         return reference(dy, dfinal, q, k, v, beta, gate, segments, states, **attrs)
     dy, types = dy.astype(v.dtype), dict(dbeta=beta.dtype, dgate=gate.dtype)
@@ -60,10 +78,18 @@ def rule_bwd(
     given = dy, dfinal, q, k, v, beta, gate, states
     runs, dy, dfinal, q, k, rows, beta, gate, states = runs_and_rows(v.ndim - 3, segments, *given)
     operands = sum(a.size * a.dtype.itemsize for a in (dy, q, k, rows, gate))
+    count, outputs = pieces_of(rows, KEPT, *_LEAST_WALKED_BACK), call.keywords["outputs"]
+    if count > 1:
+        runs, dy, q, k, rows, beta, gate, states = (cut(a, count) for a in (runs, dy, q, k, rows, beta, gate, states))
+        states = kept_by_pieces(states, count, runs)
+        pieces = _walked_pieces(count, forward, q, k, rows, beta, gate, runs, **attrs)
     attrs |= _slab_of_rule(*rows.shape, k.shape[-1], gate.shape[-1] > 1, operands)
-    results = call(dy, dfinal, q, k, rows, beta, gate, runs, states, **attrs)
+    back = lambda dfinal, outputs: call(dy, dfinal, q, k, rows, beta, gate, runs, states, outputs=outputs, **attrs)
+    if count > 1:
+        dfinal = pieces.end(back(None, (*_GRADIENTS, "dinitial"))[-1], dfinal)
+    results = [joined(a, count, v.shape[-2], False) for a in back(dfinal, outputs)]
     whole = [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
-    return [a.astype(types.get(name, a.dtype)) for name, a in zip(call.keywords["outputs"], whole, strict=True)]
+    return [a.astype(types.get(name, a.dtype)) for name, a in zip(outputs, whole, strict=True)]
 
 
 def _slab_of_rule(rows, s, h, e, d, by_channel, operands):

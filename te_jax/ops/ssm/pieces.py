@@ -11,16 +11,14 @@ from te_jax.ops.formats import ceil_div
 
 CTAS = 132  # of a kernel: one for each multiprocessor of an H100
 _CHANNELS = 64  # of a CTA
-_FEW = 4  # pieces: fewer gain less than the sums cost
-_LEAST_LENGTH = 4096  # tokens of a piece, more than a row has heads
 
 
-def pieces_of(x: jax.Array, kept: int) -> int:
+def pieces_of(x: jax.Array, kept: int, least_count: int, least_length: int) -> int:
     """How many pieces the rows of x [rows, s, h, p] are cut in; 1: they stay whole. Pieces are of equal length, a
-    multiple of `kept` tokens."""
+    multiple of `kept` tokens, which is more than the heads of so few rows."""
     rows, s, h, p = x.shape
-    most = min(CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // _LEAST_LENGTH)
-    return max((count for count in range(_FEW, most + 1) if s % (count * kept) == 0), default=1)
+    most = min(CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // least_length)
+    return max((count for count in range(least_count, most + 1) if s % (count * kept) == 0), default=1)
 
 
 def cut(a: jax.Array | None, count: int) -> jax.Array | None:
@@ -36,6 +34,25 @@ def joined(a: jax.Array, count: int, h: int, of_end: bool) -> jax.Array:
     if a.ndim == 4 and a.shape[1] == h:  # states that are kept have five axes, and as many of them may be as heads
         return a[count - 1 :: count] if of_end else a[::count]
     return a.reshape(a.shape[0] // count, a.shape[1] * count, *a.shape[2:])
+
+
+def pieces_first(a: jax.Array, count: int) -> jax.Array:
+    """[rows count, ...] -> [count, rows, ...]."""
+    return jnp.moveaxis(a.reshape(-1, count, *a.shape[1:]), 1, 0)
+
+
+def together(runs: jax.Array, count: int) -> jax.Array:
+    """bool[count - 1, rows], of runs i32[rows count, l]: whether a piece and the next one are of one at their seam."""
+    return pieces_first(runs[:, -1], count)[:-1] == pieces_first(runs[:, 0], count)[1:]
+
+
+def kept_by_pieces(states: jax.Array, count: int, runs: jax.Array | None) -> jax.Array:
+    """f32[k, m, h, ...], states that rows kept; 0 where a run begins with a piece: the state is of another."""
+    if runs is None:
+        return states
+    edge = jnp.pad(together(runs, count), [(1, 0), (0, 0)], constant_values=True)  # a row's first state is as given
+    goes_on = jnp.moveaxis(edge, 0, 1).reshape(-1, 1, 1, 1)
+    return states.at[:, 0].set(jnp.where(goes_on, states[:, 0], 0))
 
 
 class Pieces(NamedTuple):
@@ -59,22 +76,6 @@ class Pieces(NamedTuple):
         begins = self._sums(dy, jnp.exp(jnp.cumsum(self.logs, 1)), C, self._is_of(0))
         return self._passed(begins, dfinal, reverse=True)
 
-    def kept(self, states: jax.Array) -> jax.Array:
-        """f32[k, m, h, p, n], states that rows kept; 0 where a run begins with a piece: the state is of another."""
-        if self.runs is None:
-            return states
-        edge = jnp.pad(self._together(), [(1, 0), (0, 0)], constant_values=True)  # a row's first state is as given
-        goes_on = jnp.moveaxis(edge, 0, 1).reshape(-1, 1, 1, 1)
-        return states.at[:, 0].set(jnp.where(goes_on, states[:, 0], 0))
-
-    def _rows(self, a):
-        """[k, ...] -> [count, rows, ...]."""
-        return jnp.moveaxis(a.reshape(-1, self.count, *a.shape[1:]), 1, 0)
-
-    def _together(self):
-        """bool[count - 1, rows]: whether a piece and the next one are of one run where they meet."""
-        return self._rows(self.runs[:, -1])[:-1] == self._rows(self.runs[:, 0])[1:]
-
     def _is_of(self, token):
         return None if self.runs is None else self.runs == self.runs[:, token, None]
 
@@ -89,12 +90,12 @@ class Pieces(NamedTuple):
 
     def _passed(self, sums, first, reverse):
         """What each piece gets from those before it, or behind it: `sums`, and what they leave of what they got."""
-        keeps, sums = self._rows(jnp.exp(jnp.sum(self.logs, 1))), self._rows(sums)
+        keeps, sums = pieces_first(jnp.exp(jnp.sum(self.logs, 1)), self.count), pieces_first(sums, self.count)
         is_whole = goes_on = jnp.ones(keeps.shape[:2], bool)
         if self.runs is not None:
-            is_whole = self._rows(self.runs[:, 0] == self.runs[:, -1])
+            is_whole = pieces_first(self.runs[:, 0] == self.runs[:, -1], self.count)
             edge = (1, 0) if reverse else (0, 1)
-            goes_on = jnp.pad(self._together(), [edge, (0, 0)], constant_values=True)
+            goes_on = jnp.pad(together(self.runs, self.count), [edge, (0, 0)], constant_values=True)
         of_state = lambda a: a[..., None, None, None]
 
         def body(state, piece):

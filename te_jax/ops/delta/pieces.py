@@ -1,0 +1,57 @@
+"""Long rows of few heads in pieces, which the kernels walk over at the same time as rows of their own. What the tokens
+of a piece leave of a state before them is linear in it: a matrix, which they make of the state of one for each channel,
+with values of 0. So the states that pieces begin with, and the gradients to those that they end with, follow from one
+more walk each and a few products."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from te_jax.ops.ssm.pieces import pieces_first, together
+
+
+class WalkedPieces(NamedTuple):
+    """k pieces of l tokens, `count` of them in each row."""
+
+    count: int
+    walk: Callable[..., jax.Array]  # values [k, l, h, e], a state f32[k, h, d, e] or None -> that behind each piece
+    zeros: jax.Array  # [k, l, h, d], as values
+    runs: jax.Array | None  # i32[k, l]
+
+    def begin(self, v: jax.Array, initial: jax.Array | None) -> jax.Array:
+        """f32[k, h, d, e], the states that pieces begin with. v [k, l, h, e], initial f32[rows, h, d, e] or None."""
+        return self._passed(self.walk(v, None), self._left(), initial, reverse=False)
+
+    def end(self, of_begins: jax.Array, dfinal: jax.Array | None) -> jax.Array:
+        """f32[k, h, d, e], the gradients to the states that pieces end with. of_begins: those to the states that they
+        begin with, were these 0; dfinal f32[rows, h, d, e] or None."""
+        return self._passed(of_begins, jnp.matrix_transpose(self._left()), dfinal, reverse=True)
+
+    def _left(self):
+        """f32[k, h, d, d], what tokens leave of each channel of a state before them."""
+        k, _, h, d = self.zeros.shape
+        return self.walk(self.zeros, jnp.broadcast_to(jnp.eye(d), (k, h, d, d)))
+
+    def _passed(self, found, left, first, reverse):
+        """What each piece gets from those before it, or behind it: `found`, and what they leave of what they got. The
+        scan doubles its steps, with products of all pieces at the same time."""
+        order = slice(None, None, -1 if reverse else None)
+        found, left = (pieces_first(a, self.count)[order][:-1] for a in (found, left))
+        if self.runs is not None:
+            meets = together(self.runs, self.count)[order][..., None, None, None]
+            found, left = (jnp.where(meets, a, 0) for a in (found, left))
+        first = jnp.zeros_like(found[:1]) if first is None else first[None]
+        got, left = jnp.concatenate([first, found]), jnp.concatenate([jnp.zeros_like(left[:1]), left])
+        step = 1
+        while step < self.count:
+            sees = jnp.any(left[step:] != 0, (-2, -1), keepdims=True)  # else 0 times an inf
+            earlier, kept = (jnp.where(sees, a[:-step], 0) for a in (got, left))
+            got = got.at[step:].add(_f32_product(left[step:], earlier))
+            left, step = left.at[step:].set(_f32_product(left[step:], kept)), 2 * step
+        return jnp.moveaxis(got[order], 0, 1).reshape(-1, *found.shape[2:])
+
+
+def _f32_product(a, b):
+    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
