@@ -2,7 +2,7 @@
 // need that does not depend on the state is made as forward; walks make again the states before chunks, and
 // what tokens write, while others walk back with the loss's gradient to the state, which does not depend on
 // states; and the third has all that the gradients of a chunk follow from: a CTA has a chunk of the heads
-// that share a key, one after the other, and sums over them.
+// that share a key, one after the other, and sums over them. Where only dinitial is wanted the walks back do.
 
 #include "base/device.h"
 #include "base/ops.h"
@@ -56,7 +56,7 @@ Status RunSlab(cudaStream_t stream, const DeltaCall& call, const GradArgs& a, vo
   if (call.on_hopper) TE_TRY(RunGradWalksOnHopper(stream, a, call.rows));
 #endif
   if (!call.on_hopper) TE_TRY(RunGradWalks(stream, a));
-  return a.of.s > 0 ? RunGradients(stream, call, a) : Status{};
+  return a.dq ? RunGradients(stream, call, a) : Status{};
 }
 
 Status RunSlabs(cudaStream_t stream, const DeltaCall& call, const float* dlast, void* chunks, GradArgs a) {
@@ -88,12 +88,14 @@ Status LaunchGatedDeltaBwd(cudaStream_t stream, Arg dy, Arg dlast, Arg q, Arg k,
   TE_TRY(Expect(kOp, {{"dy", dy, BF16, call.values},
                       {"dfinal", dlast, F32, call.state, kOptional},
                       {"states", states, F32, call.kept},
-                      {"dq", dq, BF16, call.keys},
-                      {"dk", dk, BF16, call.keys},
-                      {"dv", dv, BF16, call.values},
-                      {"dbeta", dbeta, F32, call.heads},
-                      {"dgate", dgate, F32, call.gates},
+                      {"dq", dq, BF16, call.keys, kOptional},
+                      {"dk", dk, BF16, call.keys, kOptional},
+                      {"dv", dv, BF16, call.values, kOptional},
+                      {"dbeta", dbeta, F32, call.heads, kOptional},
+                      {"dgate", dgate, F32, call.gates, kOptional},
                       {"dinitial", dinitial, F32, call.state, kOptional}}));
+  const int there = Present(dq) + Present(dk) + Present(dv) + Present(dbeta) + Present(dgate);
+  TE_CHECK(there == 0 || there == 5, "%s: pass all of dq, dk, dv, dbeta and dgate, or none", kOp);
   using ssm::Bf16;
   delta::GradArgs args{};
   const delta::ChunkArgs& of = args.of = call.chunks;

@@ -17,7 +17,7 @@ struct GradArgs {
   float* before;       // and before them
   Bf16 *states, *gradients;  // [slab rows, chunks, h, e, d]: of the state before a chunk, and behind it
   Bf16 *written, *gradients_written;  // [slab rows, tokens, h, e]: what tokens write, W, and inverse^T dW
-  Bf16 *dq, *dk, *dv;                 // as q, k, v
+  Bf16 *dq, *dk, *dv;                 // as q, k, v; nullptr: only the gradient to the state is wanted
   float *dbeta, *dgate;               // as beta and gate
 
   __device__ __forceinline__ int64_t State(int64_t row, int chunk, int head) const {

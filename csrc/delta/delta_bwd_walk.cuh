@@ -69,7 +69,8 @@ __device__ __forceinline__ void RunGradWalk(const GradArgs& a, Shared& shared, i
 
 inline dim3 GradWalkGrid(const GradArgs& a, int groups) {
   constexpr int kChunks = kKept / kChunk;
-  const unsigned walks = unsigned(a.part.rows) * unsigned(1 + (a.part.chunks + kChunks - 1) / kChunks);
+  const unsigned forward = a.dq ? (a.part.chunks + kChunks - 1) / kChunks : 0;
+  const unsigned walks = unsigned(a.part.rows) * (1 + forward);
   const int channels = groups * kSlab;
   return {unsigned(a.of.h), unsigned((a.again.e + channels - 1) / channels), walks};
 }

@@ -18,13 +18,12 @@ KEPT = 1024
 _MOST_KEYS, _MOST_VALUES = 128, 512  # channels
 _MOST_KEYS_OF_HOPPER = 256  # on Hopper, with a gate for each head
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
-_GRADIENTS = "dq", "dk", "dv", "dbeta", "dgate"
 _INT32_MAX = 2**31 - 1  # numbers of a row's states
 # Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
 # least and at most so many. Fewer slabs are faster.
 _RULE_SLAB_BYTES = 128 << 20, 512 << 20
 # Pieces of a row, and tokens of each: with fewer, one walk over whole rows takes less time than three, or, backward,
-# than a walk and two backward passes.
+# than three and what else is done once more.
 _LEAST_WALKED, _LEAST_WALKED_BACK = (6, 2048), (12, 2048)
 
 
@@ -86,7 +85,7 @@ def rule_bwd(
     attrs |= _slab_of_rule(*rows.shape, k.shape[-1], gate.shape[-1] > 1, operands)
     back = lambda dfinal, outputs: call(dy, dfinal, q, k, rows, beta, gate, runs, states, outputs=outputs, **attrs)
     if count > 1:
-        dfinal = pieces.end(back(None, (*_GRADIENTS, "dinitial"))[-1], dfinal)
+        dfinal = pieces.end(back(None, ("dinitial",))[0], dfinal)
     results = [joined(a, count, v.shape[-2], False) for a in back(dfinal, outputs)]
     whole = [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
     return [a.astype(types.get(name, a.dtype)) for name, a in zip(outputs, whole, strict=True)]

@@ -132,8 +132,8 @@ head, which then is broadcast to all, so that devices may split them.
 
 gated_delta_bwd: Op = Op(
     "te_gated_delta_bwd",
-    f"dy: {_V}, dfinal?: {_DELTA_STATE}, {_OF_DELTA}, states: {_DELTA_STATES} -> dq: =q, dk: =k, dv: =v, dbeta: =beta, "
-    f"dgate: =gate, dinitial?: {_DELTA_STATE}",
+    f"dy: {_V}, dfinal?: {_DELTA_STATE}, {_OF_DELTA}, states: {_DELTA_STATES} -> dq?: =q, dk?: =k, dv?: =v, "
+    f"dbeta?: =beta, dgate?: =gate, dinitial?: {_DELTA_STATE}",
     replicated="s r d e",
     combine={name: "sum" for name in ("dq", "dk")},
     dtypes=lambda dy, dfinal, q, k, v, beta, gate, segments, states, **attrs: (q, k, v, beta, gate, states),
@@ -143,7 +143,8 @@ gated_delta_bwd: Op = Op(
     cuda=partial(kernels.rule_bwd, _plain_bwd, gated_delta_fwd.custom_call),
 )
 """The backward pass of te_gated_delta_fwd, of its operands and the states that it kept: results of the operands' types,
-and dinitial in f32. dy is of v's type or f32. What happens within 1024 tokens is computed again."""
+and dinitial in f32. dy is of v's type or f32. What happens within 1024 tokens is computed again. The kernels give all
+results but dinitial, or none of these."""
 
 
 def gated_delta(
