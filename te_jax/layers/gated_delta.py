@@ -175,7 +175,7 @@ def _rule_of_devices(axis, over, of_heads, of_groups, weights, twice, segments):
         (rows, _, h, e), d = v.shape, k.shape[-1]
         wide = jnp.promote_types(v.dtype, jnp.float32)
         start = jnp.broadcast_to(jnp.eye(d, d + e, dtype=wide), (rows, h, d, d + e))
-        values = jnp.concatenate([jnp.zeros((*v.shape[:-1], d), v.dtype), v], -1)
+        values = jnp.pad(v, [(0, 0)] * 3 + [(d, 0)])  # which lies as v does, also on Explicit axes
         _, found = gated_delta(q, k, values, **tokens, initial_state=start, return_final_state=True)
         state = _state_before(found[..., d:], found[..., :d], goes_on_from(segments, axis), axis)
         return gated_delta(q, k, v, **tokens, initial_state=state)

@@ -238,7 +238,7 @@ def test_mesh(kind, gate, keys, tp):
 
 @pytest.mark.parametrize(("kind", "gate", "packed", "sizes"), [
     ("auto", "head", False, (2, 2, 2)), ("auto", "channel", True, (1, 4, 2)), ("auto", "head", True, (1, 2, 4)),
-    ("explicit", "head", True, (1, 4, 2)), ("manual", "head", True, (1, 4, 2)),
+    ("explicit", "head", True, (2, 2, 2)), ("manual", "head", True, (1, 4, 2)),
 ])  # fmt: skip
 def test_a_sequence_on_several_devices(kind, gate, packed, sizes):
     """Over dp, cp and tp, whose devices may be more than heads of keys: the numbers of one device, with segments that

@@ -202,7 +202,7 @@ def test_mesh(kind, groups, tp):
 
 
 @pytest.mark.parametrize(("kind", "packed", "sizes"), [
-    ("auto", False, (2, 2, 2)), ("auto", True, (1, 4, 2)), ("auto", True, (1, 2, 4)), ("explicit", True, (1, 4, 2)),
+    ("auto", False, (2, 2, 2)), ("auto", True, (1, 4, 2)), ("auto", True, (1, 2, 4)), ("explicit", True, (2, 2, 2)),
     ("manual", True, (1, 4, 2)), ("manual", "offsets", (1, 4, 2)),
 ])  # fmt: skip
 def test_a_sequence_on_several_devices(kind, packed, sizes):
