@@ -13,7 +13,7 @@ from flax import nnx
 from flax_reference import data
 from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations
-from mixers_on_meshes import of_a_sequence, of_rows_and_heads
+from mixers_on_meshes import from_a_cache, of_a_sequence, of_rows_and_heads
 from quick_init import quick_init
 
 import te_jax as te
@@ -118,6 +118,11 @@ def test_decode():
         return [jnp.concatenate(out) for out in outs], [whole[i, : at[i]] for i in range(B)]
 
     close(*run(params, x))
+
+
+def test_decode_on_explicit_axes():
+    module, x = mamba(), data(B, 4, H)
+    close(*from_a_cache(module, drawn(module, x), x))
 
 
 def test_init_makes_an_empty_cache():

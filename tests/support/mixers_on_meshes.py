@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import te_jax.flax as te_flax
+from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import MeshResource, global_shard_guard
 
 _BY_KIND = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
@@ -62,8 +63,8 @@ def of_rows_and_heads(module: nn.Module, params: Any, x: Any, weights: Any, kind
 def of_a_sequence(
     module: nn.Module, params: Any, x: Any, weights: Any, mask: Any, kind: str, sizes: tuple[int, int, int]
 ) -> tuple[Any, ...]:
-    """Devices by rows, tokens and heads, as many as `sizes`, which hold x and parameters so -> y and gradients of params
-    and x; the same of one device; the jaxpr. kind "manual": inside a `jax.shard_map` over the axis of tokens."""
+    """Devices by rows, tokens and heads, as many as `sizes`, which hold x and parameters so -> y and gradients of both;
+    the same of one device; the jaxpr. kind "manual": inside a `jax.shard_map` over the axis of tokens."""
 
     apply = partial(_with_mask, module)
     run = lambda params, x, apply=apply: _run_of(apply, weights, params, x, mask)
@@ -80,3 +81,23 @@ def of_a_sequence(
             program = jax.jit(run).trace(*placed)
             got = program.lower().compile()(*placed)
     return got, want, program.jaxpr.jaxpr
+
+
+def from_a_cache(module: nn.Module, params: Any, x: Any) -> tuple[Any, Any]:
+    """Two devices of Explicit axes by rows, two by heads -> a token behind prompts of several lengths, and the cache;
+    the same of one device."""
+    lengths = SequenceDescriptor.from_seqlens(np.arange(len(x), dtype=np.int32) + 1)
+    step = dict(decode=True, mutable=["cache"])
+
+    def run(params, x):
+        _, cache = module.apply({"params": params}, x, lengths, **step)
+        (y, _), cache = module.apply({"params": params, **cache}, x[:, :1], **step)
+        return y, cache
+
+    want = jax.jit(run)(params, x)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
+        rules = te_flax.extend_logical_axis_rules(())
+        placed, _ = _on_mesh(module, mesh, rules, params, x, PartitionSpec("dp"))
+        with nn.logical_axis_rules(rules):
+            return jax.jit(run)(*placed), want
