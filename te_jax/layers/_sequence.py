@@ -40,11 +40,15 @@ class SequenceCall(NamedTuple):
 
     def checked(self, arrays: Mapping[str, Any], weights: Any, of_weights: type, of_state: type) -> "SequenceCall":
         """With arrays of jax. Raises TypeError or ValueError for arrays that are not floating, and for what `mamba2`
-        says of weights, a state, segments, lengths and an axis. of_weights, of_state: the classes of these."""
+        says of weights, a state, segments, lengths and an axis. of_weights, of_state: the classes of these, whose
+        entries are arrays unless they say otherwise."""
         check(self.name, "weights", weights, _made_by(of_weights))
-        for what, a in {**arrays, "weights.A_log": weights.A_log}.items():
-            check(self.name, what, a, FLOATS_ARRAY)
         check(self.name, "state", self.state, NONE | _made_by(of_state))
+        given = {f"weights.{field}": a for field, a in weights._asdict().items()}
+        given |= {} if self.state is None else {f"state.{field}": a for field, a in self.state._asdict().items()}
+        optional = {f"weights.{field}" for field, of in of_weights.__annotations__.items() if of != jax.Array}
+        for what, a in {**arrays, **given}.items():
+            check(self.name, what, a, FLOATS_ARRAY | NONE if what in optional else FLOATS_ARRAY)
         check(self.name, "axis", self.axis, NONE | STRING)
         rows = next(iter(arrays.values())).shape[0]
         segments, lengths = as_jax(self.segments, self.lengths)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax.core.arrays import as_rank
-from te_jax.core.check import BOOL, FLOATS_ARRAY, check
+from te_jax.core.check import BOOL, check
 from te_jax.layers._sequence import (
     AutoAxes,
     SequenceCall,
@@ -119,7 +119,6 @@ def before_delta_norm(
     the last token, or None without return_state. Arguments and errors are as in `gated_delta_net`."""
     name, call = call.name, call.checked(dict(v=v, q=q, k=k, b=b, a=a, z=z), weights, DeltaWeights, DeltaState)
     check(name, "allow_neg_eigval", allow_neg_eigval, BOOL)
-    check(name, "weights.dt_bias", weights.dt_bias, FLOATS_ARRAY)
     check_shape(name, "b", b, v.shape[:-1])
     check_shape(name, "a", a, v.shape[:-1], (*v.shape[:-1], k.shape[-1]))
     check_shape(name, "weights.A_log", weights.A_log, v.shape[2:3])
