@@ -279,5 +279,8 @@ def array_of(*dtypes: Any, text: str) -> Kind:
     return Kind(text, lambda value: ARRAY.is_type(value) and is_one(value))
 
 
-FLOATS_ARRAY = array_of(jnp.floating, text="an array of a floating dtype")
+FLOATS_ARRAY = Kind(
+    "an array of a floating dtype of 16 bits or more",  # jax promotes no FP8
+    lambda value: ARRAY.is_type(value) and jnp.issubdtype(value.dtype, jnp.floating) and value.dtype.itemsize > 1,
+)
 INTEGERS = array_of(jnp.integer, text="an integer array")

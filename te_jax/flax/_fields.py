@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, ClassVar
 from flax import linen as nn
 
 from te_jax.core.check import (
-    ARRAY,
     BOOL,
     FLOATING,
     FLOATS_ARRAY,
@@ -220,10 +219,9 @@ SIZES: dict[object, Kind] = {
 _MASK = NONE | DESCRIPTOR | MASK_ARRAY
 
 CALL: dict[str, Kind] = {
-    **_each(BOOL, "deterministic decode norm_output return_input operands bidirectional"),
+    **_each(BOOL, "deterministic decode norm_output residual return_input operands bidirectional"),
     **_each(NONE | _POSITIVE, "max_decode_length"),
     **_each(_POSITIVE, "q_seqlen k_seqlen"),
-    **_each(BOOL | ARRAY, "residual"),
     **_each(_MASK, "mask attention_mask encoder_decoder_mask"),
     **_each(KEYS_VALUES_OF_CALL, "keys_values"),
     **_each(NONE | FLOATS_ARRAY, "bias"),

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax.core.check import check, integer, tuple_of
+from te_jax.core.check import ARRAY, BOOL, check, integer, tuple_of
 from te_jax.flax._common import (
     Axes,
     Dropout,
@@ -128,7 +128,8 @@ class LayerNormMLP(Module):
         Raises TypeError for inputs that are not floating, ValueError for unknown activations or their
         parameters, and for what `DenseGeneral` refuses of a kernel.
         """
-        check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
+        check_call(self, inputs=inputs, deterministic=deterministic)
+        check(describe(self), "residual", residual, BOOL | ARRAY)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         trailing_axes(self, inputs.ndim)  # raises unless `axis` is the last
         check_input_axes(self, inputs.ndim, "layernorm_input_axes", "dot_1_input_axes", "dot_2_input_axes")

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
+from te_jax.core.check import ARRAY, BOOL, check
 from te_jax.flax._common import (
     Axes,
     Initializer,
@@ -218,7 +219,8 @@ class MoEBlock(Module):
         Raises TypeError for inputs that are not floating, ValueError for what `te_jax.layers.moe` refuses and for a
         parameter `expert_bias`, as others have it.
         """
-        check_call(self, inputs=inputs, deterministic=deterministic, residual=residual)
+        check_call(self, inputs=inputs, deterministic=deterministic)
+        check(describe(self), "residual", residual, BOOL | ARRAY)
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         check_input_axes(self, inputs.ndim, "layernorm_input_axes")
         inputs = constrain(inputs, self.layernorm_input_axes)

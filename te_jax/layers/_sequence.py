@@ -16,7 +16,7 @@ from te_jax.ops.ssm import causal_conv1d
 from te_jax.ops.ssm.conv import check_shape, last_inputs
 from te_jax.ops.ssm.runs import runs_of
 from te_jax.sharding import current_mesh_resource
-from te_jax.sharding.constraints import place_axis, repeat_groups
+from te_jax.sharding.constraints import entries, place_axis, repeat_groups, spec_of
 from te_jax.sharding.logical_axes import batch_axes
 from te_jax.sharding.resource import auto_mesh, check_cuts_sequence_alone, check_in_mesh, is_manual, mesh_sizes
 
@@ -40,11 +40,15 @@ class SequenceCall(NamedTuple):
 
     def checked(self, arrays: Mapping[str, Any], weights: Any, of_weights: type, of_state: type) -> "SequenceCall":
         """With arrays of jax. Raises TypeError or ValueError for arrays that are not floating, and for what `mamba2`
-        says of weights, a state, segments, lengths and an axis. of_weights, of_state: the classes of these."""
+        says of weights, a state, segments, lengths and an axis. of_weights, of_state: the classes of these, whose
+        entries are arrays unless they say otherwise."""
         check(self.name, "weights", weights, _made_by(of_weights))
-        for what, a in {**arrays, "weights.A_log": weights.A_log}.items():
-            check(self.name, what, a, FLOATS_ARRAY)
         check(self.name, "state", self.state, NONE | _made_by(of_state))
+        given = {f"weights.{field}": a for field, a in weights._asdict().items()}
+        given |= {} if self.state is None else {f"state.{field}": a for field, a in self.state._asdict().items()}
+        optional = {f"weights.{field}" for field, of in of_weights.__annotations__.items() if of != jax.Array}
+        for what, a in {**arrays, **given}.items():
+            check(self.name, what, a, FLOATS_ARRAY | NONE if what in optional else FLOATS_ARRAY)
         check(self.name, "axis", self.axis, NONE | STRING)
         rows = next(iter(arrays.values())).shape[0]
         segments, lengths = as_jax(self.segments, self.lengths)
@@ -109,10 +113,23 @@ def _conv_of_heads(a, past, kernel, bias, *, segments, lengths, wanted):
         y, last = causal_conv1d(channels, kernel, bias, **options), None
     if lengths is not None and wanted:
         before = jnp.zeros((a.shape[0], count, channels.shape[-1]), a.dtype) if past is None else past
-        tokens = jnp.concatenate([before.astype(a.dtype), channels], 1)
-        at = jnp.clip(lengths, 0, a.shape[1])[:, None] + jnp.arange(count)[None]
-        last = jnp.take_along_axis(tokens, at[..., None], 1)
+        last = _last_of_rows(before.astype(a.dtype), channels, lengths)
     return y.reshape(a.shape), last
+
+
+def _last_of_rows(before, channels, lengths):
+    """The last inputs [b, count, c] of rows of `lengths` channels [b, s, c], behind those before [b, count, c]."""
+
+    def last(before, channels, lengths):
+        tokens, count = jnp.concatenate([before, channels], 1), before.shape[1]
+        at = jnp.clip(lengths, 0, channels.shape[1])[:, None] + jnp.arange(count)[None]
+        return jnp.take_along_axis(tokens, at[..., None], 1)
+
+    aval = jax.typeof(channels)
+    if on_explicit_mesh(aval):  # jax joins and looks up only what lies the same way
+        rows, _, split = entries(aval)
+        last = jax.sharding.auto_axes(last, out_sharding=spec_of((rows, (), split)))
+    return last(before, channels, lengths)
 
 
 def _by_channels(a):

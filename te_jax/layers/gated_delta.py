@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from te_jax.core.arrays import as_rank
-from te_jax.core.check import BOOL, FLOATS_ARRAY, check
+from te_jax.core.check import BOOL, check
 from te_jax.layers._sequence import (
     AutoAxes,
     SequenceCall,
@@ -119,7 +119,6 @@ def before_delta_norm(
     the last token, or None without return_state. Arguments and errors are as in `gated_delta_net`."""
     name, call = call.name, call.checked(dict(v=v, q=q, k=k, b=b, a=a, z=z), weights, DeltaWeights, DeltaState)
     check(name, "allow_neg_eigval", allow_neg_eigval, BOOL)
-    check(name, "weights.dt_bias", weights.dt_bias, FLOATS_ARRAY)
     check_shape(name, "b", b, v.shape[:-1])
     check_shape(name, "a", a, v.shape[:-1], (*v.shape[:-1], k.shape[-1]))
     check_shape(name, "weights.A_log", weights.A_log, v.shape[2:3])
@@ -175,7 +174,7 @@ def _rule_of_devices(axis, over, of_heads, of_groups, weights, twice, segments):
         (rows, _, h, e), d = v.shape, k.shape[-1]
         wide = jnp.promote_types(v.dtype, jnp.float32)
         start = jnp.broadcast_to(jnp.eye(d, d + e, dtype=wide), (rows, h, d, d + e))
-        values = jnp.concatenate([jnp.zeros((*v.shape[:-1], d), v.dtype), v], -1)
+        values = jnp.pad(v, [(0, 0)] * 3 + [(d, 0)])  # which lies as v does, also on Explicit axes
         _, found = gated_delta(q, k, values, **tokens, initial_state=start, return_final_state=True)
         state = _state_before(found[..., d:], found[..., :d], goes_on_from(segments, axis), axis)
         return gated_delta(q, k, v, **tokens, initial_state=state)

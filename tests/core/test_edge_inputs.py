@@ -209,6 +209,16 @@ def test_symbolic_sizes_of_nnx():
         assert exported.out_avals[0].shape[:2] == (b, s)
 
 
+@pytest.mark.parametrize("name", ["mamba", "delta"])
+def test_a_symbolic_number_of_tokens_to_scan(name):
+    """Is refused by name: chunks of it are not known."""
+    (s,) = export.symbolic_shape("s")
+    with pytest.raises(
+        ValueError, match=r"(ssd: x|gated_delta: v) has shape .*, of s tokens; .* each length"
+    ):
+        jax.eval_shape(WITH_GROUPS[name].init, jax.random.key(0), jax.ShapeDtypeStruct((2, s, H), jnp.float32))
+
+
 # -- numpy arrays -----------------------------------------------------------------------------------------------------
 
 

@@ -14,7 +14,7 @@ from flax import nnx
 from flax_reference import data
 from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations
-from mixers_on_meshes import of_a_sequence, of_rows_and_heads
+from mixers_on_meshes import from_a_cache, of_a_sequence, of_rows_and_heads
 from quick_init import quick_init
 
 import te_jax as te
@@ -134,6 +134,11 @@ def test_decode(gate):
     close(*run(params, x))
 
 
+def test_decode_on_explicit_axes():
+    module, x = mixer(), data(B, 4, H)
+    close(*from_a_cache(module, drawn(module, x), x))
+
+
 def test_init_makes_an_empty_cache():
     shapes = jax.eval_shape(lambda: mixer().init(KEY, data(B, 1, H), decode=True))["cache"]
     assert {name: leaf.shape for name, leaf in shapes.items()} == dict(
@@ -238,7 +243,7 @@ def test_mesh(kind, gate, keys, tp):
 
 @pytest.mark.parametrize(("kind", "gate", "packed", "sizes"), [
     ("auto", "head", False, (2, 2, 2)), ("auto", "channel", True, (1, 4, 2)), ("auto", "head", True, (1, 2, 4)),
-    ("explicit", "head", True, (1, 4, 2)), ("manual", "head", True, (1, 4, 2)),
+    ("explicit", "head", True, (2, 2, 2)), ("manual", "head", True, (1, 4, 2)),
 ])  # fmt: skip
 def test_a_sequence_on_several_devices(kind, gate, packed, sizes):
     """Over dp, cp and tp, whose devices may be more than heads of keys: the numbers of one device, with segments that

@@ -13,7 +13,7 @@ from flax import nnx
 from flax_reference import data
 from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations
-from mixers_on_meshes import of_a_sequence, of_rows_and_heads
+from mixers_on_meshes import from_a_cache, of_a_sequence, of_rows_and_heads
 from quick_init import quick_init
 
 import te_jax as te
@@ -120,6 +120,11 @@ def test_decode():
     close(*run(params, x))
 
 
+def test_decode_on_explicit_axes():
+    module, x = mamba(), data(B, 4, H)
+    close(*from_a_cache(module, drawn(module, x), x))
+
+
 def test_init_makes_an_empty_cache():
     module = mamba()
     shapes = jax.eval_shape(lambda: module.init(KEY, data(B, 1, H), decode=True))["cache"]
@@ -202,7 +207,7 @@ def test_mesh(kind, groups, tp):
 
 
 @pytest.mark.parametrize(("kind", "packed", "sizes"), [
-    ("auto", False, (2, 2, 2)), ("auto", True, (1, 4, 2)), ("auto", True, (1, 2, 4)), ("explicit", True, (1, 4, 2)),
+    ("auto", False, (2, 2, 2)), ("auto", True, (1, 4, 2)), ("auto", True, (1, 2, 4)), ("explicit", True, (2, 2, 2)),
     ("manual", True, (1, 4, 2)), ("manual", "offsets", (1, 4, 2)),
 ])  # fmt: skip
 def test_a_sequence_on_several_devices(kind, packed, sizes):

@@ -133,6 +133,7 @@ WRONG = [
     (dict(segments=jnp.ones((2, 5), int)), ValueError, r"segments has shape \(2, 5\); pass \[2, 6\]"),
     (dict(scale="1"), TypeError, "gated_delta: scale is '1'"),
     (dict(beta=None), TypeError, "gated_delta: beta is None"),
+    (dict(q=jnp.ones((2, 6, 2, 8), jnp.float8_e4m3fn)), TypeError, "q is float8_e4m3fn.*; pass .* of 16 bits or more"),
 ]
 
 

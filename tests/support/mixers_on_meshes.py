@@ -9,6 +9,7 @@ from flax import linen as nn
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 import te_jax.flax as te_flax
+from te_jax.ops.attention import SequenceDescriptor
 from te_jax.sharding import MeshResource, global_shard_guard
 
 _BY_KIND = {"auto": AxisType.Auto, "explicit": AxisType.Explicit, "manual": AxisType.Auto}
@@ -34,6 +35,15 @@ def _on_one_device(module, apply):
     return jax.jit(partial(_run_of, partial(apply, module)))
 
 
+def _on_mesh(module, mesh, rules, params, x, spec):
+    """Parameters as the rules say, and x; the specs of params."""
+    place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
+    boxes = jax.eval_shape(lambda: module.init(jax.random.key(0), x))["params"]
+    spec_of = lambda box: nn.logical_to_mesh_axes(box.names, rules)
+    specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+    return (jax.tree.map(place, params, specs), place(x, spec)), specs
+
+
 def of_rows_and_heads(module: nn.Module, params: Any, x: Any, weights: Any, kind: str, tp: int) -> tuple[Any, ...]:
     """Two devices by rows, tp by heads -> y and gradients of params and x; the same of one device; the specs of
     params; the compiled program."""
@@ -42,13 +52,9 @@ def of_rows_and_heads(module: nn.Module, params: Any, x: Any, weights: Any, kind
     want = _on_one_device(module, _with_residual)(weights, params, x)
     mesh = jax.make_mesh((2, tp), ("dp", "tp"), axis_types=(_BY_KIND[kind],) * 2)
     with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
-        place = lambda a, spec: jax.device_put(np.asarray(a), NamedSharding(mesh, spec))
-        boxes = jax.eval_shape(lambda: module.init(jax.random.key(0), x))["params"]
         rules = te_flax.extend_logical_axis_rules(())
-        spec_of = lambda box: nn.logical_to_mesh_axes(box.names, rules)
-        specs = jax.tree.map(spec_of, boxes, is_leaf=lambda leaf: isinstance(leaf, nn.Partitioned))
+        placed, specs = _on_mesh(module, mesh, rules, params, x, PartitionSpec("dp"))
         with nn.logical_axis_rules(rules):
-            placed = jax.tree.map(place, params, specs), place(x, PartitionSpec("dp"))
             compiled = jax.jit(run).lower(*placed).compile()
             got = compiled(*placed)
     return got, want, specs, compiled.as_text()
@@ -57,8 +63,8 @@ def of_rows_and_heads(module: nn.Module, params: Any, x: Any, weights: Any, kind
 def of_a_sequence(
     module: nn.Module, params: Any, x: Any, weights: Any, mask: Any, kind: str, sizes: tuple[int, int, int]
 ) -> tuple[Any, ...]:
-    """Devices by rows, tokens and heads, as many as `sizes` -> y and gradients of params and x; the same of one
-    device; the jaxpr. kind "manual": inside a `jax.shard_map` over the axis of tokens."""
+    """Devices by rows, tokens and heads, as many as `sizes`, which hold x and parameters so -> y and gradients of both;
+    the same of one device; the jaxpr. kind "manual": inside a `jax.shard_map` over the axis of tokens."""
 
     apply = partial(_with_mask, module)
     run = lambda params, x, apply=apply: _run_of(apply, weights, params, x, mask)
@@ -66,11 +72,32 @@ def of_a_sequence(
     mesh = jax.make_mesh(sizes, ("dp", "cp", "tp"), axis_types=(_BY_KIND[kind],) * 3)
     resource = MeshResource(dp_resource="dp", cp_resource="cp", tp_resource="tp")
     with jax.set_mesh(mesh), global_shard_guard(resource):
-        with nn.logical_axis_rules(te_flax.extend_logical_axis_rules(())):
+        rules = te_flax.extend_logical_axis_rules(())
+        placed, _ = _on_mesh(module, mesh, rules, params, x, PartitionSpec("dp", "cp"))
+        with nn.logical_axis_rules(rules):
             whole, cut = PartitionSpec(), PartitionSpec(None, "cp")
-            placed = jax.device_put(np.asarray(x), NamedSharding(mesh, cut))
             shards = jax.shard_map(apply, in_specs=(whole, cut, whole), out_specs=cut, axis_names={"cp"})
             run = partial(run, apply=shards) if kind == "manual" else run
-            program = jax.jit(run).trace(params, placed)
-            got = program.lower().compile()(params, placed)
+            program = jax.jit(run).trace(*placed)
+            got = program.lower().compile()(*placed)
     return got, want, program.jaxpr.jaxpr
+
+
+def from_a_cache(module: nn.Module, params: Any, x: Any) -> tuple[Any, Any]:
+    """Two devices of Explicit axes by rows, two by heads -> a token behind prompts of several lengths, and the cache;
+    the same of one device."""
+    lengths = SequenceDescriptor.from_seqlens(np.arange(len(x), dtype=np.int32) + 1)
+    step = dict(decode=True, mutable=["cache"])
+
+    def run(params, x):
+        _, cache = module.apply({"params": params}, x, lengths, **step)
+        (y, _), cache = module.apply({"params": params, **cache}, x[:, :1], **step)
+        return y, cache
+
+    want = jax.jit(run)(params, x)
+    mesh = jax.make_mesh((2, 2), ("dp", "tp"), axis_types=(AxisType.Explicit,) * 2)
+    with jax.set_mesh(mesh), global_shard_guard(MeshResource(dp_resource="dp", tp_resource="tp")):
+        rules = te_flax.extend_logical_axis_rules(())
+        placed, _ = _on_mesh(module, mesh, rules, params, x, PartitionSpec("dp"))
+        with nn.logical_axis_rules(rules):
+            return jax.jit(run)(*placed), want

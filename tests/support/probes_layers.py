@@ -11,6 +11,7 @@ from probes_functions import CURRENT, O, T, V, mesh, probes, shaped, under
 import te_jax as te
 from te_jax.flax import LMHead
 from te_jax.layers import (
+    DeltaState,
     DeltaWeights,
     MambaState,
     MambaWeights,
@@ -93,6 +94,8 @@ WEIGHTS = [
     ("q None", {0: None}, T, "te_jax.layers.gated_delta_net: q is None"),
     ("b of ints", {3: O((2, 5, 4), int)}, T, "b is int32"),
     ("state 0", {"state": 0}, T, "state is 0; pass None or a te_jax.layers.DeltaState"),
+    ("no norm", {6: OF_DELTA._replace(norm=None)}, T, "te_jax.layers.gated_delta_net: weights.norm is None"),
+    ("inputs lost", {"state": DeltaState(None, *[O(2)] * 3)}, T, "state.v is None; pass an array"),
     ("a Mamba's state", {"state": MambaState(*[O(2)] * 4)}, T, "pass None or a te_jax.layers.DeltaState"),
     ("axis a list", {"axis": ["cp"]}, T, "axis is .*pass None or a string"),
     ("as it is", {}, None, ""),
@@ -102,6 +105,7 @@ MIXERS = [
     *probes(mamba2, HEADS, *[O((2, 5, 2, 3))] * 2, O((2, 5, 4)), HEADS, OF_MAMBA, rows=[
         ("weights None", {5: None}, T, "weights is None; pass a te_jax.layers.MambaWeights"),
         ("decays of ints", {5: OF_MAMBA._replace(A_log=O(4, int))}, T, "weights.A_log is int32"),
+        ("no taps", {5: OF_MAMBA._replace(x_kernel=None)}, T, "te_jax.layers.mamba2: weights.x_kernel is None"),
         ("x None", {0: None}, T, "te_jax.layers.mamba2: x is None"),
         ("state ''", {"state": ""}, T, "state is ''; pass None or a te_jax.layers.MambaState"),
         ("as it is", {}, None, ""),

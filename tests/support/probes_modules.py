@@ -387,6 +387,7 @@ CALLS = [
     Probe("deterministic=1", lambda: made(CORE, {}, deterministic=1), T, "deterministic is 1"),
     Probe("norm_output=0", lambda: made(MHA, {}, norm_output=0), T, "norm_output is 0"),
     Probe("residual='yes'", lambda: made(MHA, {}, residual="yes"), T, "residual is 'yes'; pass True or False"),
+    Probe("residual=array", lambda: made(MHA, {}, residual=X), T, r"residual is float32.*; pass True or False\."),
     Probe("residual=1", lambda: made(MLP, {}, residual=1), T, "residual is 1"),
     Probe("operands=1", lambda: made(DENSE, {}, operands=1), T, "operands is 1"),
     Probe("return_input=1", lambda: made(NORM_DENSE, {}, return_input=1), T, "return_input is 1"),

@@ -19,7 +19,7 @@ from te_jax.ops.delta import kernels
 from te_jax.ops.delta.chunk import CHUNK, Chunk, of_chunk
 from te_jax.ops.delta.kernels import KEPT
 from te_jax.ops.formats import ceil_div
-from te_jax.ops.ssm.chunks import Runs, runs_of_chunks, to_chunks, tokens_of
+from te_jax.ops.ssm.chunks import Runs, check_tokens, runs_of_chunks, to_chunks, tokens_of
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.runs import one_batch
 
@@ -215,6 +215,7 @@ def _check_shapes_of_delta(name, given):
     v, k = given["v"], given["k"]
     if v.ndim < 3:
         raise ValueError(f"{name}: v has shape {v.shape}; pass [b..., s, h, e].")
+    check_tokens(name, "v", v.shape)
     *rows, h, e = v.shape
     if k.ndim != v.ndim or k.shape[:-2] != (*rows,) or not k.shape[-2] or h % k.shape[-2] or not k.shape[-1]:
         raise ValueError(f"{name}: k has shape {k.shape}; pass {rows} + [g, d], where g divides the {h} heads of v.")

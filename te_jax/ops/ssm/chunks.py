@@ -49,6 +49,15 @@ def sums_between(logs: jax.Array) -> jax.Array:
     return jnp.cumsum(jnp.where(at[:, None] > at[None], logs[..., None], 0), -2)
 
 
+def check_tokens(caller: str, name: str, shape: tuple[Any, ...]) -> None:
+    """Raises ValueError for arrays [..., s, h, p] of a symbolic s (`jax.export`)."""
+    if not isinstance(shape[-3], int):
+        raise ValueError(
+            f"{caller}: {name} has shape {shape}, of {shape[-3]} tokens; a scan over chunks needs their number: export "
+            "a program for each length. The batch may be symbolic."
+        )
+
+
 def to_chunks(a: Any, length: int, total: int | None = None) -> Any:
     """[b, s, ...] -> [c, b, length, ...]: chunks of up to `total` tokens, by default as few as s needs, filled up with
     zeros. None stays."""

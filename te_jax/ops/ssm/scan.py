@@ -18,7 +18,16 @@ from te_jax.core.policies import SSM, with_names
 from te_jax.core.types import align, like
 from te_jax.ops.quantize.activation import silu
 from te_jax.ops.ssm import kernels
-from te_jax.ops.ssm.chunks import Runs, Sight, dot, runs_of_chunks, sums_between, to_chunks, tokens_of
+from te_jax.ops.ssm.chunks import (
+    Runs,
+    Sight,
+    check_tokens,
+    dot,
+    runs_of_chunks,
+    sums_between,
+    to_chunks,
+    tokens_of,
+)
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.ops.ssm.kernels import KEPT
 from te_jax.ops.ssm.runs import one_batch
@@ -288,6 +297,7 @@ def _check_shapes(name, given):
     x, B = given["x"], given["B"]
     if x.ndim < 3:
         raise ValueError(f"{name}: x has shape {x.shape}; pass [b..., s, h, p].")
+    check_tokens(name, "x", x.shape)
     *rows, h, p = x.shape
     if B.ndim != x.ndim or B.shape[:-2] != (*rows,) or not B.shape[-2] or h % B.shape[-2]:
         raise ValueError(f"{name}: B has shape {B.shape}; pass {rows} + [g, n], where g divides the {h} heads of x.")
