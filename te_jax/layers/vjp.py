@@ -18,7 +18,7 @@ from te_jax.core.types import like, varying_axes
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import Role, produce, tag
-from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, wide_of
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, is_held_for_fprop, wide_of
 from te_jax.layers.weight import Projection
 from te_jax.ops.source import Source
 from te_jax.state.fp8 import DenseMetas, cotangent
@@ -79,8 +79,13 @@ class Saved(NamedTuple):
         return (self.x.wide if self.x.data_t is None else self.x.data_t).size > 0
 
 
-def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, needs_wgrad: bool) -> Saved:
+def save_for_backward(
+    x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, needs_wgrad: bool, given: Any = None
+) -> Saved:
     """What dgrad and wgrad read of x, as `tag_for_wgrad` gives it, and of w.
+
+    given: the weight as the layer got it. One that was quantized before, as fprop reads it, is kept so, for it is in
+    memory anyway, and dgrad transposes it; not where what was gathered of it is to be kept.
 
     Without wgrad there are empty arrays instead of what it would read, and an amax of 0 where nothing else needs one:
     jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
@@ -95,7 +100,11 @@ def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Con
         amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
     )
     onto = w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True))
-    w = w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None, onto=onto)
+    if w.data is not None and config.kept_along is None and is_held_for_fprop(given):
+        fp8 = dict(data=None, scale_inv=given.scale_inv, data_t=given.data_t, scale_inv_t=given.scale_inv_t)
+    else:
+        fp8 = dict(data_t=None, scale_inv_t=None)
+    w = w._replace(**fp8, wide=w.wide if dgrad_wide else None, onto=onto)
     return Saved(kept, w, metas)
 
 

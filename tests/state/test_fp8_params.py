@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from quick_init import quick_init, quick_nnx
 from states import assert_equal, data, restored, saved
 
@@ -52,6 +53,22 @@ def initial(recipe, x, model=NET):
 def kernels(params):
     is_one = lambda leaf: isinstance(leaf, QuantizedKernel)
     return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_one) if is_one(leaf)]
+
+
+@pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
+@pytest.mark.parametrize("made", [te_flax.fp8_params, te_flax.fp8_kernels], ids=["params", "kernels"])
+def test_a_loop_over_layers_keeps_no_copy_of_them(made, recipe, rng):
+    """The backward pass reads the stack that the forward pass read: also one of the layout of fprop."""
+    x = data(rng, 3, 5, WIDTH)
+    with te.autocast(True, recipe):
+        variables = jax.eval_shape(lambda: nn.meta.unbox(NET.init(jax.random.key(0), x)))
+        variables |= jax.eval_shape(lambda v: nn.meta.unbox(made(NET, v, x)), variables)
+        grad = jax.grad(lambda x, variables: jnp.sum(NET.apply(variables, x)))
+        jaxpr = jax.make_jaxpr(grad)(x, variables).jaxpr
+    loops = [eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan"]
+    sizes = lambda variables: [v.aval.size for v in variables if v.aval.dtype == jnp.float8_e4m3fn]
+    assert len(loops) == 2 and len(sizes(loops[1].invars)) == 2
+    assert not sizes(loops[0].outvars)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])
