@@ -110,7 +110,7 @@ def dgrad_and_read(
     terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None
 ) -> tuple[jax.Array, list[Fp8Tensor]]:
     """`dgrad`, and each dy as wgrad reads it: what `quantize_grad` left where it lay is gathered here, in pieces."""
-    terms = [(dy, _with_rows(w, config), config) for dy, w, config in terms]
+    terms = [(dy, _for_dgrad(w, config), config) for dy, w, config in terms]
     config = terms[0][2]
     high = config.recipe.override_linear_precision[_DGRAD]
     lead, options = config.lead, dict(out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
@@ -142,7 +142,7 @@ def dgrad_and_read(
     return dx, [dy._replace(data=a, data_t=transpose(a, lead)) for dy, a in zip(tensors, whole)]
 
 
-def _with_rows(w: Fp8Tensor, config: Config) -> Fp8Tensor:
+def _for_dgrad(w: Fp8Tensor, config: Config) -> Fp8Tensor:
     """A weight as dgrad reads it; one that is kept as fprop reads it (`save_for_backward`) is transposed."""
     if not is_held_for_fprop(w):
         return w
