@@ -9,7 +9,7 @@ from te_jax.core.arrays import as_rank
 from te_jax.core.policies import GEMM, with_names
 from te_jax.core.products import DGRAD, FPROP, WGRAD, product
 from te_jax.layers.config import Config
-from te_jax.layers.tensor import Fp8Tensor
+from te_jax.layers.tensor import Fp8Tensor, Uses, is_held_for_fprop
 from te_jax.layers.token_pieces import Turn
 from te_jax.ops.experts.paired import gemm_grouped_paired, gemm_grouped_paired_wgrad
 from te_jax.ops.experts.permute import Groups
@@ -110,6 +110,7 @@ def dgrad_and_read(
     terms: Sequence[tuple[Fp8Tensor, Fp8Tensor, Config]], onto: jax.Array | None = None
 ) -> tuple[jax.Array, list[Fp8Tensor]]:
     """`dgrad`, and each dy as wgrad reads it: what `quantize_grad` left where it lay is gathered here, in pieces."""
+    terms = [(dy, _for_dgrad(w, config), config) for dy, w, config in terms]
     config = terms[0][2]
     high = config.recipe.override_linear_precision[_DGRAD]
     lead, options = config.lead, dict(out_dtype=config.x.dtype, out_spec=explicit_spec(config.x))
@@ -139,6 +140,13 @@ def dgrad_and_read(
         return dx, tensors
     whole = [pieces.join([data for data, _ in of_term]) for of_term in read]
     return dx, [dy._replace(data=a, data_t=transpose(a, lead)) for dy, a in zip(tensors, whole)]
+
+
+def _for_dgrad(w: Fp8Tensor, config: Config) -> Fp8Tensor:
+    """A weight as dgrad reads it; one that is kept as fprop reads it (`save_for_backward`) is transposed."""
+    if not is_held_for_fprop(w):
+        return w
+    return w.read(Uses(data=True, data_t=False, wide=False), config.contract, format_of(config.recipe, "kernel"))
 
 
 @product(WGRAD)

@@ -238,7 +238,10 @@ def _norm_mlp_fwd(operands, static):
         _heed_size(static.wi)
     y, *pairs, z, stats = _mlp_forward(operands, static, train=True, need_wgrad=need_wgrad)
     each = zip(pairs, (wi, wo), (static.wi, static.wo), need_wgrad)
-    saved = [save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, need) for (q, w), p, config, need in each]
+    saved = [
+        save_for_backward(tag_for_wgrad(q, config), w, p.metas, config, need, p.kernel)
+        for (q, w), p, config, need in each
+    ]
     return y, (saved, z, (x, with_names(stats, STATISTICS), gamma, beta))
 
 

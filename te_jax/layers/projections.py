@@ -89,7 +89,7 @@ def _project_fwd(operands, static):
     out, q, weights, stats = multiply(operands, static, train=True, need_wgrad=need_wgrad)
     q = tag_for_wgrad(q, static.configs[0])
     each = zip(weights, projections, static.configs, need_wgrad)
-    saved = [save_for_backward(q, w, p.metas, config, needs_wgrad) for w, p, config, needs_wgrad in each]
+    saved = [save_for_backward(q, w, p.metas, config, needs_wgrad, p.kernel) for w, p, config, needs_wgrad in each]
     return out, (saved, None if static.norm is None else (x, with_names(stats, STATISTICS), of_norm))
 
 

@@ -8,7 +8,7 @@ So each tensor is wanted in two layouts, and one reading of it makes both. A GEM
 `override_linear_precision` takes out of FP8 reads the unquantized operands instead.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 
@@ -124,3 +124,8 @@ def _merge_columns(a, axis):
 def wide_of(weight: jax.Array | Fp8Tensor) -> jax.Array:
     """The array of a layer's weight: itself, or the unquantized one of an Fp8Tensor."""
     return weight.wide if isinstance(weight, Fp8Tensor) else weight
+
+
+def is_held_for_fprop(weight: Any) -> bool:
+    """Whether a layer's weight was quantized before, in the layout that fprop reads, and in no other."""
+    return isinstance(weight, Fp8Tensor) and weight.data is None and weight.data_t is not None

@@ -18,7 +18,7 @@ from te_jax.core.types import like, varying_axes
 from te_jax.layers.config import Config
 from te_jax.layers.gemms import wgrad as wgrad_gemm
 from te_jax.layers.produce import Role, produce, tag
-from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, wide_of
+from te_jax.layers.tensor import Accumulator, Fp8Tensor, LayerUses, is_held_for_fprop, wide_of
 from te_jax.layers.weight import Projection
 from te_jax.ops.source import Source
 from te_jax.state.fp8 import DenseMetas, cotangent
@@ -79,13 +79,17 @@ class Saved(NamedTuple):
         return (self.x.wide if self.x.data_t is None else self.x.data_t).size > 0
 
 
-def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, needs_wgrad: bool) -> Saved:
+def save_for_backward(
+    x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Config, needs_wgrad: bool, given: Any = None
+) -> Saved:
     """What dgrad and wgrad read of x, as `tag_for_wgrad` gives it, and of w.
+
+    given: as `kept_for_dgrad` has it.
 
     Without wgrad there are empty arrays instead of what it would read, and an amax of 0 where nothing else needs one:
     jax remembers one structure of a traced function's residuals, whatever it is differentiated by.
     """
-    fprop_wide, dgrad_wide, wgrad_wide = config.recipe.override_linear_precision
+    fprop_wide, _, wgrad_wide = config.recipe.override_linear_precision
     for_wgrad = lambda a, read: (a if needs_wgrad else jnp.zeros((0,))) if read else None
     observed = config.recipe.has_state and not (fprop_wide and wgrad_wide)
     kept = x._replace(
@@ -95,8 +99,21 @@ def save_for_backward(x: Fp8Tensor, w: Fp8Tensor, metas: DenseMetas, config: Con
         amax=jnp.zeros(()) if observed and x.amax is None else x.amax,
     )
     onto = w.onto and w.onto._replace(grad=for_wgrad(w.onto.grad, True))
-    w = w._replace(data_t=None, scale_inv_t=None, wide=w.wide if dgrad_wide else None, onto=onto)
-    return Saved(kept, w, metas)
+    return Saved(kept, kept_for_dgrad(w, given, config)._replace(onto=onto), metas)
+
+
+def kept_for_dgrad(w: Fp8Tensor, given: Any, config: Config) -> Fp8Tensor:
+    """What dgrad reads of the weight w.
+
+    given: the weight as the layer got it. One that was quantized before, as fprop reads it, is kept so, for it is in
+    memory anyway, and dgrad transposes it; not where what was gathered of it is to be kept.
+    """
+    wide = w.wide if config.recipe.override_linear_precision[1] else None
+    if w.data is None or config.kept_along is not None or not is_held_for_fprop(given):
+        return w._replace(data_t=None, scale_inv_t=None, wide=wide)
+    return w._replace(
+        data=None, scale_inv=given.scale_inv, data_t=given.data_t, scale_inv_t=given.scale_inv_t, wide=wide
+    )
 
 
 @custom_vmap

@@ -213,7 +213,7 @@ def resolve_weight(name: str, kernel: Any, contract: int, recipe: Recipe | None,
     if onto is not None and recipe is None:
         raise ValueError(f"{name}: {argument} has an accumulator, but no recipe; leave out the collection wgrads.")
     amax = None if array is None else kernel.tensor.amax  # without the array it is not this step's
-    kernel = replace(kernel, tensor=_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
+    kernel = replace(kernel, tensor=_as_constant(kernel.tensor._replace(wide=None, onto=None, amax=amax), name))
     array = kernel.with_wide(target).dequantize() if array is None else array
     if recipe is None:
         return array
@@ -228,6 +228,13 @@ def _shape_of(kernel) -> tuple[int, ...]:
         return kernel.shape
     experts, inner, outer = kernel[0].shape
     return experts, inner, len(kernel), outer
+
+
+def _as_constant(tensor: Fp8Tensor, name: str) -> Fp8Tensor:
+    """`tensor`, which must not be differentiated. Its FP8 stays the array that was given: a loop over layers keeps a
+    copy of what it computes for the backward pass, but not of what it is given."""
+    held = dict(data=tensor.data, data_t=tensor.data_t)
+    return _constant(tensor, name)._replace(**held)
 
 
 @partial(jax.jit, static_argnums=1, inline=True)

@@ -9,6 +9,7 @@ from flax import linen as nn
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxprs import equations
 from quick_init import quick_init, quick_nnx
 from states import assert_equal, data, restored, saved
 
@@ -52,6 +53,36 @@ def initial(recipe, x, model=NET):
 def kernels(params):
     is_one = lambda leaf: isinstance(leaf, QuantizedKernel)
     return [leaf for leaf in jax.tree.leaves(params, is_leaf=is_one) if is_one(leaf)]
+
+
+class Expert(nn.Module):
+    @nn.compact
+    def __call__(self, x, _):
+        return te_flax.MoEBlock(num_experts=4, num_experts_per_tok=2, intermediate_dim=48, name="moe")(x), None
+
+
+EXPERTS = nn.scan(
+    Expert, variable_axes=dict.fromkeys(("params", "fp8_kernels"), 0), split_rngs={"params": True}, length=2
+)
+
+
+@pytest.mark.parametrize(
+    "made, recipe",
+    [(te_flax.fp8_params, CURRENT), (te_flax.fp8_params, BLOCK), (te_flax.fp8_kernels, CURRENT)],
+    ids=["params-current", "params-block", "kernels"],
+)
+@pytest.mark.parametrize("model, args", [(NET, ()), (EXPERTS(), (None,))], ids=["mlp", "experts"])
+def test_a_loop_over_layers_keeps_no_copy_of_them(model, args, made, recipe, rng):
+    """The backward pass reads the stack that the forward pass read: also one of the layout of fprop."""
+    x = data(rng, 3, 5, WIDTH)
+    with te.autocast(True, recipe):
+        variables = jax.eval_shape(lambda: nn.meta.unbox(model.init(jax.random.key(0), x, *args)))
+        variables = jax.eval_shape(lambda v: {**v, **nn.meta.unbox(made(model, v, x, *args))}, variables)
+        loss = lambda x, variables: jnp.sum(jax.tree.leaves(model.apply(variables, x, *args))[0])
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(x, variables).jaxpr
+    forward, backward = (eqn for eqn in equations(jaxpr) if eqn.primitive.name == "scan")
+    in_fp8 = lambda variables: [v.aval for v in variables if v.aval.dtype == jnp.float8_e4m3fn]
+    assert in_fp8(backward.invars) and not in_fp8(forward.outvars)
 
 
 @pytest.mark.parametrize("recipe", [CURRENT, BLOCK], ids=["current", "block"])

@@ -23,7 +23,7 @@ from te_jax.layers.experts.weights import Parts, amax_of_parts, any_gradient, qu
 from te_jax.layers.experts.wire import Received, receive_gradient, receive_rows
 from te_jax.layers.gemms import grouped_dgrad, grouped_fprop, grouped_wgrad
 from te_jax.layers.produce import Role, produce
-from te_jax.layers.tensor import Fp8Tensor, LayerUses
+from te_jax.layers.tensor import Fp8Tensor, LayerUses, Uses, is_held_for_fprop
 from te_jax.layers.vjp import (
     Saved,
     accumulator_cotangent,
@@ -31,6 +31,7 @@ from te_jax.layers.vjp import (
     finish_first,
     instantiate,
     jit_layer,
+    kept_for_dgrad,
     quantize_activation_grad,
     save_for_backward,
     tag_for_wgrad,
@@ -165,21 +166,27 @@ def _experts_fwd(operands, routed, static):
     operands, routed = values_of((operands, routed))
     y, *pairs, z, rows, weights = _forward(operands, routed, static, train=True, need_wgrad=need_wgrad)
     each = zip(pairs, (operands.wi, operands.wo), (static.wi, static.wo), need_wgrad)
-    saved = [_save(*pair, p.metas, config, needs_wgrad) for pair, p, config, needs_wgrad in each]
+    saved = [_save(*pair, p, config, needs_wgrad) for pair, p, config, needs_wgrad in each]
     rows = rows if of_weights else tuple(each[:0] for each in rows)  # only the router's gradient reads them
     return y, (saved, z, rows, weights, routed)
 
 
-def _save(q: Fp8Tensor, parts: Parts, metas, config: Config, needs_wgrad: bool) -> Saved:
+def _save(q: Fp8Tensor, parts: Parts, given: Projection, config: Config, needs_wgrad: bool) -> Saved:
     """As `save_for_backward`, with the parts of a weight instead of the weight."""
-    x = save_for_backward(tag_for_wgrad(q, config), Fp8Tensor(), metas, config, needs_wgrad)
+    x = save_for_backward(tag_for_wgrad(q, config), Fp8Tensor(), given.metas, config, needs_wgrad)
 
-    def kept(part):
+    def kept(part, given):
         onto = part.onto and tuple(o._replace(grad=o.grad if needs_wgrad else jnp.zeros((0,))) for o in part.onto)
-        wide = part.wide if config.recipe.override_linear_precision[1] else None
-        return part._replace(data_t=None, scale_inv_t=None, wide=wide, onto=onto)
+        return kept_for_dgrad(part, given, config)._replace(onto=onto)
 
-    return x._replace(weight=tuple(map(kept, parts)))
+    return x._replace(weight=tuple(map(kept, parts, given.kernel)))
+
+
+def _part_for_dgrad(part: Fp8Tensor, config: Config, has_slots: bool) -> Fp8Tensor:
+    """A part as dgrad reads it; one that is kept as fprop reads it is transposed."""
+    if not is_held_for_fprop(part):
+        return part
+    return quantize_part(part, None, Uses(data=True, data_t=False, wide=False), config, has_slots)
 
 
 def _experts_bwd(static: ExpertStatic, residuals, dy):
@@ -192,7 +199,7 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     if rows[0].size:
         dweights = like(_back(combine_bwd_pieces(dy, rows, groups), routed, static), weights)
     grad, dbias = quantize_rows_grad(dy, weights, second, groups, static.wo)
-    (w1,) = second.weight
+    w1 = _part_for_dgrad(second.weight[0], static.wo, False)
     da = grouped_dgrad(grad, w1, groups, static.wo)
     dwo = _differentiate(second, grad, dbias, groups, static.wo, [[None]])
     da, dwo = finish_first(dwo, da, static.wo)
@@ -200,7 +207,8 @@ def _experts_bwd(static: ExpertStatic, residuals, dy):
     in_one_array = _fit_in_one_array(z, first, groups, static.wi)
     grad, dbias = quantize_activation_grad(source, z, first, static.wi, in_one_array=in_one_array)
     spans = static.spans()
-    terms = [(slots_at(grad, s), w, s.start) for w, s in zip(first.weight, spans)]
+    parts = [_part_for_dgrad(part, static.wi, True) for part in first.weight]
+    terms = [(slots_at(grad, s), w, s.start) for w, s in zip(parts, spans)]
     pieces = 1 if first.needs_wgrad else static.pieces  # wgrad runs while sums of dx travel
     dx = dgrad_in_pieces(terms, groups, static.wi, pieces)
     dx = like(_add_rows(dx, routed, None, None, static)[0], static.wi.x)
