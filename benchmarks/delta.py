@@ -152,7 +152,7 @@ def rules(tiny: bool) -> list[Rule]:
     fla = [(1, 8192, 96, 96), (2, 16384, 16, 16), (4, 2048, 16, 16), (4, 4096, 64, 64), (8, 2048, 32, 32, 256)]
     fla += [(8, 1024, 8, 8, 64)]
     by_channel = [(1, 8192, 32, 32), (1, 8192, 96, 96), (4, 4096, 64, 64)]  # Kimi Linear's, and two of fla's
-    few = [(1, 32768, 2, 4), (1, 262144, 2, 4)]  # Qwen3-Next's on one of eight devices
+    few = [(1, 32768, 2, 4), (1, 262144, 2, 4), (1, 32768, 1, 2)]  # Qwen3-Next's on one of 8 or 16 devices
     packed = Rule(1, 32768, 16, 32, run=1024)
     one_gate = [*(Rule(*size) for size in (*sizes, *fla, *few)), packed]
     return [*one_gate, *(Rule(*size, by_channel=True) for size in by_channel)]

@@ -15,7 +15,7 @@ constexpr int kQuarters = kGradThreads / kPart;  // threads of a channel
 
 // Of 64 channels of a head's values.
 struct OfValues {
-  Tokens<kSlab> dy, written, gradients_written;  // the last: to what tokens would write without each other
+  Tokens<kSlab> dy, written, gradients_written;  // gradients to what tokens would write without each other
 };
 struct OfStates {
   OfValues values;

@@ -33,7 +33,7 @@ struct HopperGradShared {
   struct Sums : GradSums<2, 1, 2> {
     float along[kChunk];  // v times the gradient to what a token writes
   } sums[2];              // of heads
-  // Tokens times the gradients to them, of queries and keys, where other CTAs have the rest of these.
+  // Tokens times the gradients to them, of queries and keys, where another CTA has the other half of these.
   alignas(16) float along[2][kChunk];
   ssm::Runs<kRuns> runs;
   uint64_t full[kStages], empty[kStages], sums_full[2], sums_empty[2], group_full[1], scores_full[1];

@@ -242,7 +242,8 @@ class Op:
     ) -> list[jax.Array]:
         """The FFI call itself, where `cuda` is traced: absent names have no element. in_place: {operand: result}.
 
-        Returns the `outputs`, as they are ordered there."""
+        Returns the results that `outputs` names, in that order.
+        """
         inputs = tuple(o.name for o, a in zip(self.rule.inputs, args) if a is not None)
         given = [a for a in args if a is not None]
         shapes, dtypes = [a.shape for a in given], [a.dtype for a in given]

@@ -213,9 +213,7 @@ def test_symbolic_sizes_of_nnx():
 def test_a_symbolic_number_of_tokens_to_scan(name):
     """Is refused by name: chunks of it are not known."""
     (s,) = export.symbolic_shape("s")
-    with pytest.raises(
-        ValueError, match=r"(ssd: x|gated_delta: v) has shape .*, of s tokens; .* each length"
-    ):
+    with pytest.raises(ValueError, match=r"(ssd: x|gated_delta: v) has shape .*, of s tokens; .* each length"):
         jax.eval_shape(WITH_GROUPS[name].init, jax.random.key(0), jax.ShapeDtypeStruct((2, s, H), jnp.float32))
 
 

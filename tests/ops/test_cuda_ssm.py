@@ -87,7 +87,7 @@ def test_scan_in_pieces(rng, monkeypatch, absent):
     """A few long rows, of which pieces are scanned at the same time."""
     monkeypatch.setattr(kernels, "_LEAST_PIECES", (2, kernels.KEPT))
     s, h, g, p, n = 1024, 1, 1, 8, 8
-    assert pieces.pieces_of(jnp.zeros((6, s, h, p)), kernels.KEPT, *kernels._LEAST_PIECES) == 2
+    assert pieces.pieces_of(6, s, h, p, kernels.KEPT, kernels._LEAST_PIECES) == 2
     check_scan(rng, s, h, g, p, n, jnp.bfloat16, ("z", *absent))
 
 

@@ -18,6 +18,7 @@ KEPT = 1024
 _MOST_KEYS, _MOST_VALUES = 128, 512  # channels
 _MOST_KEYS_OF_HOPPER = 256  # on Hopper, with a gate for each head
 _MOST_ROWS = 65535  # of a CUDA grid, also heads of keys
+_GRADIENTS = "dq", "dk", "dv", "dbeta", "dgate"  # the kernels give all of them, or none
 _INT32_MAX = 2**31 - 1  # numbers of a row's states
 # Of what the kernels of a slab of the backward pass exchange, and of its chunks: half of what operands take, but at
 # least and at most so many. Fewer slabs are faster.
@@ -48,12 +49,17 @@ def rule(
         return reference(q, k, v, beta, gate, segments, initial, **attrs)
     beta, gate = beta.astype(jnp.float32), gate.astype(jnp.float32)
     runs, q, k, rows, beta, gate, initial = runs_and_rows(v.ndim - 3, segments, q, k, v, beta, gate, initial)
-    if (count := pieces_of(rows, KEPT, *_LEAST_WALKED)) > 1:
+    if (count := _pieces_of_walks(rows, k, _LEAST_WALKED)) > 1:
         runs, q, k, rows, beta, gate = (cut(a, count) for a in (runs, q, k, rows, beta, gate))
         initial = _walked_pieces(count, call, q, k, rows, beta, gate, runs, **attrs).begin(rows, initial)
     results = call(q, k, rows, beta, gate, runs, initial, **attrs)
     results = [joined(a, count, v.shape[-2], True) for a in results]
     return [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
+
+
+def _pieces_of_walks(v, k, least):
+    """How many pieces the rows of v are cut in, over which walks with values of as many channels as keys go, too."""
+    return pieces_of(*v.shape[:3], max(v.shape[-1], k.shape[-1]), KEPT, least)
 
 
 def _walked_pieces(count, forward, q, k, v, beta, gate, runs, **attrs):
@@ -77,7 +83,7 @@ def rule_bwd(
     given = dy, dfinal, q, k, v, beta, gate, states
     runs, dy, dfinal, q, k, rows, beta, gate, states = runs_and_rows(v.ndim - 3, segments, *given)
     operands = sum(a.size * a.dtype.itemsize for a in (dy, q, k, rows, gate))
-    count, outputs = pieces_of(rows, KEPT, *_LEAST_WALKED_BACK), call.keywords["outputs"]
+    count, outputs = _pieces_of_walks(rows, k, _LEAST_WALKED_BACK), call.keywords["outputs"]
     if count > 1:
         runs, dy, q, k, rows, beta, gate, states = (cut(a, count) for a in (runs, dy, q, k, rows, beta, gate, states))
         states = kept_by_pieces(states, count, runs)
@@ -86,9 +92,11 @@ def rule_bwd(
     back = lambda dfinal, outputs: call(dy, dfinal, q, k, rows, beta, gate, runs, states, outputs=outputs, **attrs)
     if count > 1:
         dfinal = pieces.end(back(None, ("dinitial",))[0], dfinal)
-    results = [joined(a, count, v.shape[-2], False) for a in back(dfinal, outputs)]
-    whole = [a.reshape(*v.shape[:-3], *a.shape[1:]) for a in results]
-    return [a.astype(types.get(name, a.dtype)) for name, a in zip(outputs, whole, strict=True)]
+    of_kernels = outputs if outputs == ("dinitial",) else (*_GRADIENTS, *{"dinitial"}.intersection(outputs))
+    results = dict(zip(of_kernels, back(dfinal, of_kernels), strict=True))
+    whole = {name: joined(a, count, v.shape[-2], False) for name, a in results.items()}
+    whole = {name: a.reshape(*v.shape[:-3], *a.shape[1:]) for name, a in whole.items()}
+    return [whole[name].astype(types.get(name, whole[name].dtype)) for name in outputs]
 
 
 def _slab_of_rule(rows, s, h, e, d, by_channel, operands):

@@ -1,7 +1,7 @@
-"""Long rows of few heads in pieces, which the kernels walk over at the same time as rows of their own. What the tokens
-of a piece leave of a state before them is linear in it: a matrix, which they make of the state of one for each channel,
-with values of 0. So the states that pieces begin with, and the gradients to those that they end with, follow from one
-more walk each and a few products."""
+"""Long rows of few heads in pieces, which the kernels take as rows of their own, at the same time. A piece's tokens
+change the state before them linearly, by a matrix: it is the state behind them where all values are 0 and the state
+before them is the identity. The states that pieces begin with follow from these matrices and a walk from states of 0;
+the gradients to the states that pieces end with from the matrices and a walk back from gradients of 0."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -16,7 +16,7 @@ class WalkedPieces(NamedTuple):
     """k pieces of l tokens, `count` of them in each row."""
 
     count: int
-    walk: Callable[..., jax.Array]  # values [k, l, h, e], a state f32[k, h, d, e] or None -> that behind each piece
+    walk: Callable[..., jax.Array]  # values [k, l, h, e], a state f32[k, h, d, e] or None -> that behind the tokens
     zeros: jax.Array  # [k, l, h, d], as values
     runs: jax.Array | None  # i32[k, l]
 
@@ -25,14 +25,14 @@ class WalkedPieces(NamedTuple):
         return self._passed(self.walk(v, None), self._left(), initial, reverse=False)
 
     def end(self, of_begins: jax.Array, dfinal: jax.Array | None) -> jax.Array:
-        """f32[k, h, d, e], the gradients to the states that pieces end with. of_begins: those to the states that they
-        begin with, were these 0; dfinal f32[rows, h, d, e] or None."""
+        """f32[k, h, d, e], the gradients to the states that pieces end with. of_begins: those to the states that pieces
+        begin with, where the gradients to the states behind pieces are 0; dfinal f32[rows, h, d, e] or None."""
         return self._passed(of_begins, jnp.matrix_transpose(self._left()), dfinal, reverse=True)
 
     def _left(self):
         """f32[k, h, d, d], what tokens leave of each channel of a state before them."""
         k, _, h, d = self.zeros.shape
-        return self.walk(self.zeros, jnp.broadcast_to(jnp.eye(d), (k, h, d, d)))
+        return self.walk(self.zeros, jnp.broadcast_to(jnp.eye(d, dtype=jnp.float32), (k, h, d, d)))
 
     def _passed(self, found, left, first, reverse):
         """What each piece gets from those before it, or behind it: `found`, and what they leave of what they got. The
@@ -40,8 +40,10 @@ class WalkedPieces(NamedTuple):
         order = slice(None, None, -1 if reverse else None)
         found, left = (pieces_first(a, self.count)[order][:-1] for a in (found, left))
         if self.runs is not None:
-            meets = together(self.runs, self.count)[order][..., None, None, None]
-            found, left = (jnp.where(meets, a, 0) for a in (found, left))
+            of_states = lambda a: a[order][..., None, None, None]
+            meets = of_states(together(self.runs, self.count))
+            is_whole = of_states(pieces_first(self.runs[:, 0] == self.runs[:, -1], self.count))[:-1]
+            found, left = jnp.where(meets, found, 0), jnp.where(meets & is_whole, left, 0)  # else NaN of another run
         first = jnp.zeros_like(found[:1]) if first is None else first[None]
         got, left = jnp.concatenate([first, found]), jnp.concatenate([jnp.zeros_like(left[:1]), left])
         step = 1

@@ -143,8 +143,7 @@ gated_delta_bwd: Op = Op(
     cuda=partial(kernels.rule_bwd, _plain_bwd, gated_delta_fwd.custom_call),
 )
 """The backward pass of te_gated_delta_fwd, of its operands and the states that it kept: results of the operands' types,
-and dinitial in f32. dy is of v's type or f32. What happens within 1024 tokens is computed again. The kernels give all
-results but dinitial, or none of these."""
+and dinitial in f32. dy is of v's type or f32. What happens within 1024 tokens is computed again."""
 
 
 def gated_delta(
@@ -181,7 +180,8 @@ def gated_delta(
     In plain JAX it is products and a triangular solve within chunks of 64 tokens, and a scan over chunks, in f32. On a
     GPU kernels compute it, and its gradients, where q, k and v are bf16, and d and e are multiples of 8, d at most 128
     (on Hopper, with a gate for each head, 256) and e at most 512: operands of products are then rounded to bf16, sums
-    are f32. Long rows of few heads are cut in pieces there, which are computed at the same time.
+    are f32. Kernels compute long rows of few heads in pieces, all at the same time: the bits of a row then depend on
+    how many rows the call has.
 
     Keys longer than sqrt(2 / beta) make the state grow with every token. An inf or NaN of a token may reach all tokens
     of its chunk of 64 and those behind it in the row, in plain JAX also of other segments, and its gradient those

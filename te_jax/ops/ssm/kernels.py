@@ -17,7 +17,7 @@ KEPT = 512
 _TILE = 64  # tokens of a chunk
 _MOST_STATES = 128  # of the backward kernels
 _SLAB_BYTES = 48 << 20  # of the states of a slab's chunks, which so stay in L2
-_LEAST_PIECES = 4, 4096  # of a row, and tokens of each: fewer gain less than the sums cost
+_LEAST_PIECES = 4, 4096  # pieces of a row, and tokens of each piece: fewer gain less than the sums cost
 _STEPS, _ENDS = 2 * _TILE * 4, (6 * _TILE + 4) * 4  # bytes of a chunk and a head
 
 
@@ -44,7 +44,7 @@ def scan(
         return reference(x, dt, A, B, C, D, z, dt_bias, segments, initial, **attrs)
     dt = dt if dt.dtype == x.dtype else dt.astype(jnp.float32)
     runs, x1, dt, B, C, z, initial = runs_and_rows(x.ndim - 3, segments, x, dt, B, C, z, initial)
-    if (count := pieces_of(x1, KEPT, *_LEAST_PIECES)) > 1:
+    if (count := pieces_of(*x1.shape, KEPT, _LEAST_PIECES)) > 1:
         runs, x1, dt, B, C, z = (cut(a, count) for a in (runs, x1, dt, B, C, z))
         steps, pieces = _pieces(count, dt, A, dt_bias, runs, **attrs)
         initial = pieces.begin(x1, steps, B, initial)
@@ -68,7 +68,7 @@ def scan_bwd(
         return reference(dy, dfinal, x, dt, A, B, C, D, dt_bias, segments, states, **attrs)
     dy = dy.astype(x.dtype)
     runs, dy, dfinal, x1, dt, B, C, states = runs_and_rows(x.ndim - 3, segments, dy, dfinal, x, dt, B, C, states)
-    if (count := pieces_of(x1, KEPT, *_LEAST_PIECES)) > 1:
+    if (count := pieces_of(*x1.shape, KEPT, _LEAST_PIECES)) > 1:
         runs, dy, x1, dt, B, C, states = (cut(a, count) for a in (runs, dy, x1, dt, B, C, states))
         pieces = _pieces(count, dt, A, dt_bias, runs, **attrs)[1]
         states, dfinal = kept_by_pieces(states, count, runs), pieces.end(dy, C, dfinal)

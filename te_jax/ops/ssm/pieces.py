@@ -13,11 +13,12 @@ CTAS = 132  # of a kernel: one for each multiprocessor of an H100
 _CHANNELS = 64  # of a CTA
 
 
-def pieces_of(x: jax.Array, kept: int, least_count: int, least_length: int) -> int:
-    """How many pieces the rows of x [rows, s, h, p] are cut in; 1: they stay whole. Pieces are of equal length, a
-    multiple of `kept` tokens, which is more than the heads of so few rows."""
-    rows, s, h, p = x.shape
-    most = min(CTAS // max(1, rows * h * ceil_div(p, _CHANNELS)), s // least_length)
+def pieces_of(rows: int, s: int, h: int, channels: int, kept: int, least: tuple[int, int]) -> int:
+    """How many pieces each row of s tokens with h heads of so many channels is cut in; 1: it stays whole. Pieces have
+    the same length, a multiple of `kept` tokens: by having more tokens than heads `joined` tells tokens from states.
+    least: how many pieces there are at least, and how many tokens each has."""
+    least_count, least_length = least
+    most = min(CTAS // max(1, rows * h * ceil_div(channels, _CHANNELS)), s // least_length)
     return max((count for count in range(least_count, most + 1) if s % (count * kept) == 0), default=1)
 
 
@@ -42,12 +43,12 @@ def pieces_first(a: jax.Array, count: int) -> jax.Array:
 
 
 def together(runs: jax.Array, count: int) -> jax.Array:
-    """bool[count - 1, rows], of runs i32[rows count, l]: whether a piece and the next one are of one at their seam."""
+    """bool[count - 1, rows]: whether a piece and the next one are of one run where they meet, by i32[rows count, l]."""
     return pieces_first(runs[:, -1], count)[:-1] == pieces_first(runs[:, 0], count)[1:]
 
 
 def kept_by_pieces(states: jax.Array, count: int, runs: jax.Array | None) -> jax.Array:
-    """f32[k, m, h, ...], states that rows kept; 0 where a run begins with a piece: the state is of another."""
+    """f32[k, m, h, ...], states that rows kept; 0 where a run begins with a piece: that state is another run's."""
     if runs is None:
         return states
     edge = jnp.pad(together(runs, count), [(1, 0), (0, 0)], constant_values=True)  # a row's first state is as given
