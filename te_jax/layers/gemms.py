@@ -144,7 +144,7 @@ def dgrad_and_read(
 
 def _for_dgrad(w: Fp8Tensor, config: Config) -> Fp8Tensor:
     """A weight as dgrad reads it; one that is kept as fprop reads it (`save_for_backward`) is transposed."""
-    if not is_held_for_fprop(w):
+    if config.recipe.override_linear_precision[_DGRAD] or not is_held_for_fprop(w):
         return w
     return w.read(Uses(data=True, data_t=False, wide=False), config.contract, format_of(config.recipe, "kernel"))
 

@@ -41,7 +41,8 @@ int main() {
   if (n[6]) again.of_channels = again.chunks;
   a.back = again, a.back.v = ReadArray<Bf16>();
   a.kept = ReadArray<float>(), a.after = ReadArray<float>();
-  size_t bytes[5];  // of results, filled with what shows that nothing was written
+  a.dq = cluster::Fresh<Bf16>(1);  // all gradients are wanted, so walks go forward, too
+  size_t bytes[5];                 // of results, filled with what shows that nothing was written
   a.states = ReadArray<Bf16>(&bytes[0]), a.gradients = ReadArray<Bf16>(&bytes[1]);
   a.written = ReadArray<Bf16>(&bytes[2]), a.gradients_written = ReadArray<Bf16>(&bytes[3]);
   a.before = ReadArray<float>(&bytes[4]);

@@ -11,7 +11,7 @@ import ssm_oracle as oracle
 from arrays import on_device
 from ssm_oracle import both, row, rows_of, segments_of
 
-from te_jax.ops.ssm import causal_conv1d, kernels, pieces, scan, ssd
+from te_jax.ops.ssm import causal_conv1d, kernels, scan, ssd
 
 # s, h, g, p, n, dtype, absent: all n and p; lengths of 1, below, at and behind a chunk of 128, and odd ones.
 PROGRAMS = [
@@ -221,8 +221,7 @@ def test_what_the_backward_pass_keeps():
 def test_pieces(rng, monkeypatch, begins):
     """A row in four pieces, which are computed as plain JAX, has its own numbers, with segments that begin where a
     piece does, and elsewhere. Weighed tokens of pieces are rounded to bf16."""
-    monkeypatch.setattr(pieces, "_LEAST_LENGTH", kernels.KEPT)
-    monkeypatch.setattr(pieces, "_FEW", 2)
+    monkeypatch.setattr(kernels, "_LEAST_PIECES", (2, kernels.KEPT))
     rows, s, h, p, n = 2, 4 * kernels.KEPT, 2, 8, 8
     draw = lambda *shape: on_device(rng.standard_normal((rows, *shape)), jnp.bfloat16)
     x, dt, B, C, dy = draw(s, h, p), draw(s, h) - 5, draw(s, 1, n), draw(s, 1, n), draw(s, h, p)
