@@ -22,6 +22,7 @@ from te_jax.layers._sequence import (
 )
 from te_jax.layers.gated_norm import gated_rmsnorm
 from te_jax.ops.delta import gated_delta
+from te_jax.ops.delta.pieces import of_two_spans
 from te_jax.ops.ssm.conv import check_shape
 from te_jax.sharding.constraints import split_over
 
@@ -190,12 +191,10 @@ def _state_before(state, left, goes_on, axis):
     """The state that this device's first token finds: state f32[b, h, d, e] is behind the tokens of each device, which
     begins with 0, and left f32[b, h, d, d] what they leave of each channel of a state before them. A scan by doubling.
     """
-    product = lambda a, b: jnp.einsum("bhij,bhjk->bhik", a, b, precision=jax.lax.Precision.HIGHEST)
     goes_on, step = goes_on[:, None, None, None], 1
     left = jnp.where(goes_on, left, 0)
     while step < jax.lax.axis_size(axis):
         earlier, kept = (from_a_device_before(a, axis, step) for a in (state, left))
-        sees = jnp.any(left != 0, (-2, -1), keepdims=True)  # else 0 times an inf
-        earlier, kept = (jnp.where(sees, a, 0) for a in (earlier, kept))
-        state, left, step = product(left, earlier) + state, product(left, kept), 2 * step
+        state, left = of_two_spans(state, left, earlier, kept)
+        step *= 2
     return jnp.where(goes_on, from_a_device_before(state, axis), 0)

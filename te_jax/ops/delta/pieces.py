@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from te_jax.ops.ssm.pieces import pieces_first, together
 
@@ -48,12 +49,16 @@ class WalkedPieces(NamedTuple):
         got, left = jnp.concatenate([first, found]), jnp.concatenate([jnp.zeros_like(left[:1]), left])
         step = 1
         while step < self.count:
-            sees = jnp.any(left[step:] != 0, (-2, -1), keepdims=True)  # else 0 times an inf
-            earlier, kept = (jnp.where(sees, a[:-step], 0) for a in (got, left))
-            got = got.at[step:].add(_f32_product(left[step:], earlier))
-            left, step = left.at[step:].set(_f32_product(left[step:], kept)), 2 * step
+            both = of_two_spans(got[step:], left[step:], got[:-step], left[:-step])
+            got, left = (a.at[step:].set(of_both) for a, of_both in zip((got, left), both))
+            step *= 2
         return jnp.moveaxis(got[order], 0, 1).reshape(-1, *found.shape[2:])
 
 
-def _f32_product(a, b):
-    return jnp.matmul(a, b, precision=jax.lax.Precision.HIGHEST)
+def of_two_spans(state: jax.Array, left: jax.Array, earlier: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """What two spans of tokens make of states, one after the other: f32[..., d, e], the state behind both, and
+    f32[..., d, d], what both leave of each channel of a state before them. state, left: of the later span, whose state
+    before it is 0; earlier, kept: of the span ahead of it."""
+    sees = jnp.any(left != 0, (-2, -1), keepdims=True)  # else 0 times an inf
+    product = lambda a: jnp.einsum("...ij,...jk->...ik", left, jnp.where(sees, a, 0), precision=lax.Precision.HIGHEST)
+    return product(earlier) + state, product(kept)
