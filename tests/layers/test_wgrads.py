@@ -214,7 +214,7 @@ def test_gradients_cross_devices_in_the_type_of_what_the_layers_read(name, dtype
     assert {c.dtype for c in found if c.bytes >= WIDTH * WIDTH * 2} == {name}
 
 
-def test_gradients_added_up_in_bf16(rng):
+def test_gradients_added_up_in_bf16(on_host, rng):
     """As those of f32, but for seven roundings, of the sums of four devices and of their three additions, each of at
     most half a unit in the last place of a number as large as the largest gradient; of the weight's type."""
     mesh = jax.make_mesh((4,), ("dp",), axis_types=(AxisType.Auto,))
