@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "attention/attention_fp8_plan.h"
+#include "base/finish.h"
 #include "base/module.h"
 #include "base/ops.h"
 
@@ -11,9 +12,20 @@ namespace {
 
 using namespace fp8;
 
-// The workspace begins with the amax of the probabilities, which cuDNN writes and nobody reads; then comes
-// the plan's, aligned as an allocation.
-constexpr int64_t kScratch = 256;
+constexpr int64_t kAmaxes = 4;  // of the backward pass: kAmaxDQ and the next three
+
+int64_t PartsOf(const Fp8Attention& call, const Fp8Attention& part) {
+  return call.b / part.b * (call.g / part.g);
+}
+
+// The workspace begins with the amax of the probabilities, which cuDNN writes and nobody reads, or with the
+// amaxes of several parts of a backward pass, f32 [kAmaxes, parts]. Then comes the plan's, aligned as an
+// allocation.
+int64_t ScratchOf(const Fp8Attention& call, const Fp8Attention& part) {
+  constexpr int64_t kAlignment = 256;
+  const int64_t amaxes = call.empty() ? 1 : kAmaxes * PartsOf(call, part);
+  return CeilDiv(amaxes * int64_t{sizeof(float)}, kAlignment) * kAlignment;
+}
 
 // What both launchers have; `count` scales.
 struct Operands {
@@ -28,6 +40,7 @@ Status Describe(const Operands& given, Fp8Attention* a) {
   const Axes q(given.q), k(given.k);
   a->b = q[0], a->s = q[1], a->h = q[2], a->d = q[3];
   a->t = k[1], a->g = k[2];
+  a->line_h = a->h, a->line_g = a->g;
   TE_TRY(Expect(a->op(), {{"q", given.q, F8E4M3FN, a->query_axes()},
                           {"k", given.k, F8E4M3FN, a->key_axes()},
                           {"v", given.v, F8E4M3FN, a->key_axes()},
@@ -41,22 +54,61 @@ Status Describe(const Operands& given, Fp8Attention* a) {
   return {};
 }
 
-// pointers: of all but q, k, v and the scales. amaxes: cuDNN takes the maximum with what is there.
+// The pointers of the part of a call that begins with this row and this key head.
+GraphPointers PartAt(GraphPointers pointers, const Fp8Attention& a, int64_t row, int64_t head) {
+  const int64_t query = row * a.h + head * (a.h / a.g);  // heads of rows before it
+  const int64_t queries = (row * a.s * a.h + head * (a.h / a.g)) * a.d, keys = (row * a.t * a.g + head) * a.d;
+  const auto move = [&](std::initializer_list<int64_t> uids, int64_t bytes) {
+    for (const int64_t uid : uids) pointers[uid] = static_cast<char*>(pointers[uid]) + bytes;
+  };
+  move({kQ, kOut, kDOut, kDQ}, queries);
+  move({kK, kV, kDK, kDV}, keys);
+  move({kLse}, query * a.s * int64_t{sizeof(float)});
+  return pointers;
+}
+
+// Runs the plan for each part of a backward pass. An amax is of one run: cuDNN 9.19 does not take the maximum
+// with what an earlier run wrote.
+Status RunParts(cudaStream_t stream, const Fp8Attention& a, const Fp8Attention& part,
+                const GraphPointers& pointers, std::initializer_list<Tensor> amaxes, char* workspace,
+                int64_t size) {
+  const int64_t parts = PartsOf(a, part), scratch = ScratchOf(a, part);
+  auto* partials = reinterpret_cast<float*>(workspace);
+  TE_CUDA(cudaMemsetAsync(partials, 0, scratch, stream));
+  for (int64_t i = 0; i < parts; ++i) {
+    const int64_t across = a.g / part.g;
+    GraphPointers own = PartAt(pointers, a, i / across * part.b, i % across * part.g);
+    for (int64_t amax = 0; amax < kAmaxes; ++amax) own[kAmaxDQ + amax] = partials + amax * parts + i;
+    TE_TRY(RunGraph(stream, Fp8AttentionRecipe(part), std::move(own), workspace + scratch, size));
+  }
+  const auto ending = [&](int64_t amax) -> Ending {
+    return {Reduce::kMaxOfBits, {partials + amax * parts, F32, &parts, 1}, amaxes.begin()[amax]};
+  };
+  TE_TRY(FinishPartials(stream, ending(0), ending(1)));
+  return FinishPartials(stream, ending(2), ending(3));
+}
+
+// pointers: of all but q, k, v and the scales.
 Status Run(Stage stage, cudaStream_t stream, const Fp8Attention& a, const Operands& given,
            GraphPointers pointers, std::initializer_list<Tensor> results,
            std::initializer_list<Tensor> amaxes) {
-  const GraphRecipe recipe = Fp8AttentionRecipe(a);
+  const Fp8Attention part = PartOf(a);
+  const GraphRecipe recipe = Fp8AttentionRecipe(part);
   if (stage == Stage::kInitialize) return a.empty() ? Status{} : FindGraph(stream, recipe);
-  TE_TRY(Zero(stream, amaxes));
-  if (a.empty()) return Zero(stream, results);
-  const int64_t size = given.workspace.bytes() - kScratch;
+  if (a.empty()) {
+    TE_TRY(Zero(stream, results));
+    return Zero(stream, amaxes);
+  }
+  const int64_t scratch = ScratchOf(a, part), size = given.workspace.bytes() - scratch;
   TE_CHECK(size >= 0, "%s: the workspace has %ld bytes", a.op(), long(given.workspace.bytes()));
   pointers.insert({{kQ, given.q.data}, {kK, given.k.data}, {kV, given.v.data}});
   for (int64_t i = 0; i < given.count; ++i)
     pointers[kScales + i] = static_cast<float*>(given.scales.data) + i;
   auto* bytes = static_cast<char*>(given.workspace.data);
+  if (PartsOf(a, part) > 1) return RunParts(stream, a, part, pointers, amaxes, bytes, size);
+  TE_TRY(Zero(stream, amaxes));
   if (!a.backward) pointers[kAmaxS] = bytes;
-  return RunGraph(stream, recipe, std::move(pointers), bytes + kScratch, size);
+  return RunGraph(stream, recipe, std::move(pointers), bytes + scratch, size);
 }
 
 }  // namespace
@@ -110,7 +162,8 @@ Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, 
 int64_t AttentionFp8Workspace(const std::string& kind, bool e5m2, int64_t b, int64_t s, int64_t t, int64_t h,
                               int64_t g, int64_t d, bool causal, double scale) {
   const Fp8Attention a{kind == "bwd", e5m2, b, s, t, h, g, d, causal, float(scale)};
-  return kScratch + (a.empty() ? 0 : GraphWorkspace(Fp8AttentionRecipe(a)));
+  const Fp8Attention part = PartOf(a);
+  return ScratchOf(a, part) + (a.empty() ? 0 : GraphWorkspace(Fp8AttentionRecipe(part)));
 }
 
 }  // namespace te

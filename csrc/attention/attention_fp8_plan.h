@@ -15,6 +15,7 @@ struct Fp8Attention {
   int64_t d = 0;                              // head dim
   bool causal = false;                        // query i sees keys 0 .. i
   float scale = 1;                            // of the logits
+  int64_t line_h = h, line_g = g;             // heads side by side in memory, which a part has some of
 
   bool empty() const { return b == 0 || s == 0 || t == 0 || h == 0 || d == 0; }
   Axes query_axes() const { return {b, s, h, d}; }
@@ -40,5 +41,9 @@ enum OfBackward { kOutInv = kSInv + 1, kDOutInv, kDP, kDPInv, kDQScale, kDKScale
 }  // namespace fp8
 
 GraphRecipe Fp8AttentionRecipe(const Fp8Attention& attention);
+
+// What cuDNN computes at a time of a call: all of it, or some rows, or some heads of a row. The parts of a
+// call are alike.
+Fp8Attention PartOf(const Fp8Attention& call);
 
 }  // namespace te

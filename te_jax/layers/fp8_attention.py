@@ -39,6 +39,7 @@ from te_jax.sharding.resource import stage_axes
 from te_jax.state.fp8 import AttentionMetas, TensorMeta, cotangent, observation, reduced_axes
 
 _NAME = "te_jax.layers.attention_fp8"
+_MOST_HEADS = 48  # of a part of causal gradients, as csrc/attention/attention_fp8_plan.cc has it
 _ATTENTION_METAS = Kind("fp8.AttentionMetas", lambda metas: isinstance(metas, AttentionMetas))
 _BACKWARD = NONE | one_of("fp8", "bf16")
 
@@ -139,12 +140,15 @@ def _attend_fp8(q, k, v, options: AttentionOptions, recipe, metas, backward: str
 
 
 def _fp8_backward(q, k, causal: bool) -> bool:
-    """Whether cuDNN's FP8 gradients take less time than its bf16 ones.
+    """Whether cuDNN's FP8 gradients take less time than its bf16 ones; False for sizes that are symbolic.
 
-    On an H200 with cuDNN 9.19, 64/8 heads of d = 128, ms FP8 / bf16 (2026-11-21, results/log.md): full attention
-    1.57 / 1.61 at b8 s1024, 8.84 / 10.14 at b1 s8192; causal 2.62 / 1.75 at b4 s2048, 7.69 / 5.48 at b1 s8192.
+    By times on an H200 with cuDNN 9.19 (results/log.md, "Causal gradients in FP8"). Causal ones are computed in parts
+    with few heads, which cannot be less than those of a key head.
     """
-    return not causal and min(q.shape[-3], k.shape[-3]) >= 1024 and not cudnn_refuses_fp8(q, k, backward=True)
+    (s, heads, _), (t, groups, _) = q.shape[-3:], k.shape[-3:]
+    if not (isinstance(s, int) and isinstance(t, int)) or cudnn_refuses_fp8(q, k, backward=True):
+        return False
+    return min(s, t) >= 2048 and heads // groups <= _MOST_HEADS if causal else min(s, t) >= 1024
 
 
 def _scales(metas: AttentionMetas) -> AttentionMetas:

@@ -194,19 +194,21 @@ def test_an_extreme_scale_does_not_stay(scale, rng):
 
 
 @pytest.mark.parametrize(
-    "s,t,d,mask,expected",
+    "b,s,t,h,d,mask,expected",
     [
-        (1024, 1024, 128, "no_mask", "fp8"),
-        (1024, 2048, 128, "no_mask", "fp8"),
-        (1024, 1024, 128, "causal", "bf16"),
-        (1024, 896, 128, "no_mask", "bf16"),
-        (1100, 1024, 128, "no_mask", "bf16"),
-        (1024, 1100, 128, "no_mask", "bf16"),
-        (1024, 1024, 64, "no_mask", "bf16"),
+        (1, 1024, 1024, 2, 128, "no_mask", "fp8"),
+        (1, 1024, 2048, 2, 128, "no_mask", "fp8"),
+        (1, 1024, 896, 2, 128, "no_mask", "bf16"),
+        (1, 1100, 1024, 2, 128, "no_mask", "bf16"),
+        (1, 1024, 1100, 2, 128, "no_mask", "bf16"),
+        (1, 1024, 1024, 2, 64, "no_mask", "bf16"),
+        (1, 1024, 2048, 2, 128, "causal", "bf16"),
+        (4, 2048, 2048, 32, 128, "causal", "fp8"),
+        (1, 2048, 2048, 128, 128, "causal", "bf16"),  # 64 heads read a key head: too many for a part
     ],
 )
-def test_choice_of_gradients(s, t, d, mask, expected):
-    q, k = (jax.ShapeDtypeStruct((1, n, 2, d), bf16) for n in (s, t))
+def test_choice_of_gradients(b, s, t, h, d, mask, expected):
+    q, k = (jax.ShapeDtypeStruct((b, n, heads, d), bf16) for n, heads in ((s, h), (t, 2)))
     program = str(jax.make_jaxpr(partial(step, attn_mask_type=mask))(q, k, k, q, fresh()))
     assert ("te_attention_fp8_bwd" in program) == (expected == "fp8")
     assert ("te_attention_bwd" in program) == (expected == "bf16")

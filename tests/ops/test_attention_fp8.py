@@ -42,6 +42,8 @@ GPU_SHAPES = {
     "d16": (2, 128, 128, 2, 2, 16),
     "d80": (2, 130, 130, 4, 4, 80),
     "long": (1, 2048, 2048, 2, 1, 128),
+    "rows": (6, 128, 256, 16, 4, 128),  # causal gradients: two parts of three rows; of "gqa" two of half of its heads
+    "mqa": (2, 128, 128, 56, 1, 128),  # a part has all heads of a group
 }
 both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
@@ -117,6 +119,27 @@ def test_backward(shape, causal, dtype, rng):
 @pytest.mark.parametrize("shape", [name for name, sizes in GPU_SHAPES.items() if sizes[-1] == 128])
 def test_backward_on_gpu(shape, causal, dtype, rng):
     check_backward(rng, GPU_SHAPES[shape], causal, dtype)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("sizes", [(1, 128, 128, 64, 8, 128), (4, 128, 128, 32, 4, 128)], ids=["heads", "rows"])
+def test_amaxes_of_all_parts(sizes, rng):
+    """Only the first part of these causal gradients is not 0. dq is a sum of 128 terms in f32, in any order."""
+    (q, k, v), by = operands(rng, sizes)
+    dout, dout_scale = fp8_array(rng, q.shape, E5M2)
+    first = lambda x: x[:1, :, : x.shape[2] // (2 if len(x) == 1 else 1)]
+    dout = jnp.zeros_like(dout).at[tuple(map(slice, first(dout).shape))].set(first(dout))
+    scales = backward_scales(*by, np.float32(100.0), dout_scale, *map(np.float32, (100.0, 50.0, 40.0, 10.0)))
+
+    @jax.jit
+    def amaxes(dout, *arrays):
+        attrs = dict(causal=True, scale=128**-0.5)
+        out, lse, _ = attention_fp8_fwd(*arrays, forward_scales(*by, out=np.float32(100.0)), **attrs)
+        return attention_fp8_bwd(dout, *arrays, out, lse, scales, **attrs)[3:]
+
+    got, want = amaxes(dout, q, k, v), amaxes(*map(first, (dout, q, k, v)))
+    assert min(want) > 0
+    np.testing.assert_allclose(got, want, rtol=128 * 2.0**-23)
 
 
 def test_probabilities_are_rounded():
