@@ -2,7 +2,6 @@
 
 #include <cudnn_frontend.h>
 
-#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -93,27 +92,7 @@ class Adder {
   const Fp8Attention& attention_;
 };
 
-// The largest divisor of n up to `most`, at least 1.
-int64_t DivisorOf(int64_t n, int64_t most) {
-  int64_t divisor = std::clamp<int64_t>(most, 1, n);
-  while (n % divisor) --divisor;
-  return divisor;
-}
-
 }  // namespace
-
-// Causal gradients of 64 and more heads of rows at once take 1.1 to 1.4 times as long as cuDNN's bf16 ones,
-// of 48 and fewer 0.81 to 0.94 times (9.19 and 9.28 on an H200, results/log.md). Full attention has no such
-// step.
-Fp8Attention PartOf(const Fp8Attention& call) {
-  constexpr int64_t kMostHeads = 48;
-  Fp8Attention part = call;
-  if (!call.backward || !call.causal || call.empty()) return part;
-  const int64_t each = call.h / call.g;
-  part.g = DivisorOf(call.g, kMostHeads / each), part.h = part.g * each;
-  part.b = part.g < call.g ? 1 : DivisorOf(call.b, kMostHeads / call.h);
-  return part;
-}
 
 GraphRecipe Fp8AttentionRecipe(const Fp8Attention& a) {
   return {Format("%s%s q[%ld, %ld, %ld of %ld, %ld], k and v[%ld, %ld, %ld of %ld, %ld], scale %a%s", a.op(),

@@ -42,8 +42,4 @@ enum OfBackward { kOutInv = kSInv + 1, kDOutInv, kDP, kDPInv, kDQScale, kDKScale
 
 GraphRecipe Fp8AttentionRecipe(const Fp8Attention& attention);
 
-// What cuDNN computes at a time of a call: all of it, or some rows, or some heads of a row. The parts of a
-// call are alike.
-Fp8Attention PartOf(const Fp8Attention& call);
-
 }  // namespace te

@@ -39,7 +39,7 @@ from te_jax.sharding.resource import stage_axes
 from te_jax.state.fp8 import AttentionMetas, TensorMeta, cotangent, observation, reduced_axes
 
 _NAME = "te_jax.layers.attention_fp8"
-_MOST_HEADS = 48  # of a part of causal gradients, as csrc/attention/attention_fp8_plan.cc has it
+_MOST_HEADS = 48  # of a part of causal gradients, as csrc/attention/attention_fp8.cc has it
 _ATTENTION_METAS = Kind("fp8.AttentionMetas", lambda metas: isinstance(metas, AttentionMetas))
 _BACKWARD = NONE | one_of("fp8", "bf16")
 
