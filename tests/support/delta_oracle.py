@@ -30,7 +30,7 @@ def rule(given, segments, scale=None, normalize=True):
 
     firsts = np.zeros(v.shape[0], bool) if segments is None else segments != jnp.roll(segments, 1)
     firsts = jnp.asarray(firsts).at[0].set(False)
-    final, y = lax.scan(token, start, (q, k, v, given["beta"], left, firsts))
+    final, y = lax.scan(jax.checkpoint(token, prevent_cse=False), start, (q, k, v, given["beta"], left, firsts))
     return y, final
 
 

@@ -40,7 +40,7 @@ def recur(given, steps, logs, segments, gate):
 
     firsts = np.zeros(x.shape[0], bool) if segments is None else segments != jnp.roll(segments, 1)
     firsts = jnp.asarray(firsts).at[0].set(False)
-    final, y = lax.scan(token, start, (x, heads(B), heads(C), steps, logs, firsts))
+    final, y = lax.scan(jax.checkpoint(token, prevent_cse=False), start, (x, heads(B), heads(C), steps, logs, firsts))
     return y * gate, final
 
 
