@@ -93,9 +93,15 @@ _SCALING = Kind(
 _SECTIONS = Kind(
     "None or PositionSections of te_jax.ops.rope", lambda value: value is None or isinstance(value, PositionSections)
 )
-_EXPERTS = Kind("a dict of fields of MoEBlock", lambda value: isinstance(value, Mapping))
-_MAMBA = Kind("a dict of fields of Mamba2", lambda value: isinstance(value, Mapping))
-_DELTA = Kind("a dict of fields of GatedDeltaNet", lambda value: isinstance(value, Mapping))
+
+def _fields_of(module: str) -> Kind:
+    is_type = lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
+    named = lambda value: {"name", "parent"} & {*value}
+    hint = lambda value: "name and parent are the layer's to give" if is_type(value) and named(value) else ""
+    return Kind(f"a dict of fields of {module}", is_type, lambda value: not named(value), hint)
+
+
+_EXPERTS, _MAMBA, _DELTA = map(_fields_of, ("MoEBlock", "Mamba2", "GatedDeltaNet"))
 _LAYER_TYPE = Kind(
     "one of ('encoder', 'decoder') or a TransformerLayerType",
     lambda value: isinstance(value, str | TransformerLayerType),

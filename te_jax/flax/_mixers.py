@@ -15,7 +15,7 @@ from te_jax.flax._fields import check_call, has_relative_embedding, is_decoder
 from te_jax.flax._projections import project_output
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import mask_of_rows
-from te_jax.flax.cache import COLLECTION, check_mutable, lengths_of, variable_of_cache
+from te_jax.flax.cache import COLLECTION, check_mutable, check_whole, lengths_of, variable_of_cache
 from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers._sequence import SequenceCall
 from te_jax.layers.gated_norm import gated_norm_dense, gated_rmsnorm, quantizes_gated_norm
@@ -118,8 +118,9 @@ def _segments_of_mask(
 
 def states_in_cache(module: nn.Module, names: Sequence[str], shapes: Any, dtypes: Any, like: jax.Array) -> list[Any]:
     """The variables of the cache, 0 where this call makes them, of `like`'s mesh axes. Raises ValueError for a cache
-    that is not mutable or of another shape, TypeError for another dtype."""
+    that is not mutable, lacks some of them, or is of another shape, TypeError for another dtype."""
     check_mutable(module)
+    check_whole(module, (*names, "cache_index"))
 
     def variable(name, shape, dtype):
         return variable_of_cache(module, name, lambda: align(jnp.zeros(shape, dtype), like)[0], shape, dtype)
@@ -199,6 +200,7 @@ def of_step(module: Any) -> Initializer:
 
 
 def steps_are_in_order(module: Any) -> str | None:
-    """`time_step_min` is at most `time_step_max`."""
-    if module.time_step_min > module.time_step_max:
-        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
+    """`time_step_min` is at most `time_step_max`, and so is `time_step_floor`."""
+    for name, way in (("time_step_min", "swap them"), ("time_step_floor", "pass a smaller one")):
+        if getattr(module, name) > module.time_step_max:
+            return f"{name} is {getattr(module, name)}, above time_step_max={module.time_step_max}; {way}"

@@ -1,6 +1,6 @@
 """The KV cache of self-attention: keys and values of past tokens, in Flax's collection `cache`."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -117,7 +117,8 @@ class KVCache(CachedKeys):
         `SequenceDescriptor` says the lengths of the rows. names: of the variables of keys and values.
 
         Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
-        batch size than its own, for descriptors of segments, and for tokens in the order of balanced causal attention.
+        batch size than its own, for one without some of its variables (`cache_padding` may be missing: it is 0 then),
+        for descriptors of segments, and for tokens in the order of balanced causal attention.
         """
         if module.context_parallel_causal_load_balanced and Context.of(module) is not None:
             raise ValueError(
@@ -127,6 +128,7 @@ class KVCache(CachedKeys):
         self._module, self._batch, self._names = module, 1 if module.transpose_batch_sequence else 0, names
         b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
         check_mutable(module)
+        check_whole(module, (*names, "cache_index"))
         self.fresh: bool = module.is_initializing() or not module.has_variable(COLLECTION, names[0])
         self._size = self._capacity(max_decode_length)
         self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
@@ -229,6 +231,16 @@ def check_mutable(module: nn.Module) -> None:
         raise ValueError(
             f"{describe(module)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
             f"call `apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
+        )
+
+
+def check_whole(module: nn.Module, names: Sequence[str]) -> None:
+    """Raises ValueError for a cache that has some of these variables and lacks others, which would be made anew."""
+    missing = [name for name in names if not module.has_variable(COLLECTION, name)]
+    if 0 < len(missing) < len(names):
+        raise ValueError(
+            f"{describe(module)}: the collection {COLLECTION!r} lacks {', '.join(missing)}; pass all that an earlier "
+            "call gave, or none to begin anew."
         )
 
 

@@ -465,6 +465,7 @@ def test_errors():
         return jax.eval_shape(lambda cache, x: module.apply({**params, **cache}, x, **options), cache, x)
 
     _, held = call({}, x[:, :2], max_decode_length=5)
+    lacks = lambda name: {"cache": {each: value for each, value in held["cache"].items() if each != name}}
     lengths, ids = jnp.asarray([1, 2]), jnp.ones((B, 2), jnp.int32)
     for cache, inputs, options, error, text in (
         ({}, x, {}, ValueError, "finds no 'cache'; pass max_decode_length"),
@@ -474,6 +475,9 @@ def test_errors():
         (held, x, {}, ValueError, "12 tokens, but the cache has 5 slots"),
         (held, x[:, :2], dict(max_decode_length=6), ValueError, "max_decode_length is 6, but the cache has 5"),
         (held, x[:, :2], dict(mutable=False), ValueError, r"not mutable here; .*mutable=\['cache'\]"),
+        (lacks("cached_value"), x[:, :2], {}, ValueError, "'cache' lacks cached_value; pass all"),
+        (lacks("cached_key"), x[:, :2], dict(max_decode_length=5), ValueError, "lacks cached_key"),
+        (lacks("cache_index"), x[:, :2], {}, ValueError, "lacks cache_index"),
         (held, x[:2, :2], {}, ValueError, r"cache_padding has shape \(3,\), this call needs \(2,\)"),
         (held, x[:, :2].astype(jnp.bfloat16), {}, TypeError, "cached_key is float32, the inputs need bfloat16"),
         (held, x[:, :2], dict(mask=jnp.ones((B, 1, 2, 2), bool)), ValueError, r"mask has shape .*the 5 slots"),
@@ -483,6 +487,7 @@ def test_errors():
     ):
         with pytest.raises(error, match=text):
             call(cache, inputs, **options)
+    call(lacks("cache_padding"), x[:, :2])  # as other libraries' caches do
     with pytest.raises(ValueError, match="decode=True is for self-attention"):
         jax.eval_shape(lambda: module.init(KEY, x, x[:, :3], decode=True))
     with pytest.raises(ValueError, match="12 tokens, but the cache has 5 slots"):

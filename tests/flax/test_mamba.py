@@ -305,6 +305,7 @@ WRONG = [
     (dict(norm_groups=3), {}, "ssm_num_heads=4 does not split into norm_groups=3"),
     (dict(conv_width=5), {}, "conv_width is 5; pass an int from 2 to 4"),
     (dict(time_step_min=1.0), {}, "time_step_min is 1.0, above time_step_max=0.1"),
+    (dict(time_step_floor=1.0), {}, "time_step_floor is 1.0, above time_step_max=0.1"),
     (dict(time_step_limit=(2.0, 1.0)), {}, r"time_step_limit is \(2.0, 1.0\); pass a tuple"),
     (dict(ssm_num_heads=None), {}, "ssm_num_heads is None; pass a positive int"),
 ]
@@ -333,6 +334,9 @@ def test_wrong_caches():
         run(x.astype(jnp.bfloat16))
     with pytest.raises(ValueError, match="'cache', which is not mutable here"):
         run(x, mutable=("intermediates",))
+    del params["cache"]["ssm_state"]
+    with pytest.raises(ValueError, match="Mamba2: the collection 'cache' lacks ssm_state; pass all"):
+        run(x)
 
 
 @pytest.mark.parametrize(
@@ -430,6 +434,9 @@ def test_a_balanced_order_in_a_hybrid_stack():
         ),
         (dict(sublayers="attention"), "sublayers is 'attention'; pass one of 'both', 'mixer', 'mlp'"),
         (dict(ssm=dict(num_heads=2)), "unexpected keyword argument 'num_heads'"),
+        (dict(ssm=dict(ssm_num_heads=2, name="a")), r"ssm is .*name and parent are the layer's to give"),
+        (dict(moe=dict(num_experts=2, parent=None)), r"moe is .*name and parent are the layer's to give"),
+        (dict(ssm={1: 2}), "ssm is {1: 2}; pass None or a dict of fields of Mamba2"),
     ],
 )
 def test_wrong_layers(fields, message):
