@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cmath>
 #include <utility>
+#include <vector>
 
 #include "attention/attention_fp8_plan.h"
 #include "base/finish.h"
@@ -15,38 +16,62 @@ using namespace fp8;
 
 constexpr int64_t kAmaxes = 4;  // of the backward pass: kAmaxDQ and the next three
 
-// The largest divisor of n up to `most`, at least 1.
-int64_t DivisorOf(int64_t n, int64_t most) {
-  int64_t divisor = std::clamp<int64_t>(most, 1, n);
-  while (n % divisor) --divisor;
-  return divisor;
+// Into how many parts cuDNN computes a call: its rows are cut, or the key heads of each row, with their query
+// heads.
+struct Parts {
+  int64_t rows = 1, groups = 1;
+
+  int64_t count() const { return rows * groups; }
+};
+
+// Into how many parts of up to `most` (and not less than 1) n things are cut: as few as can be, or less than
+// twice as many, where these are alike.
+int64_t CutsOf(int64_t n, int64_t most) {
+  const int64_t fewest = CeilDiv(n, std::max<int64_t>(most, 1));
+  for (int64_t parts = fewest; parts < 2 * fewest; ++parts)
+    if (n % parts == 0) return parts;
+  return fewest;
 }
 
-// What cuDNN computes at a time of a call: all of it, or some rows, or some heads of a row. The parts of a
-// call are alike. Causal gradients of 64 and more heads of rows at once take 1.1 to 1.4 times as long as
-// cuDNN's bf16 ones, of 48 and fewer 0.81 to 0.94 times (9.19 and 9.28 on an H200, results/log.md). Full
-// attention has no such step.
-Fp8Attention PartOf(const Fp8Attention& call) {
+// Causal gradients of 64 and more heads of rows at once take 1.1 to 1.4 times as long as cuDNN's bf16 ones,
+// of 48 and fewer 0.81 to 0.97 times from 2048 tokens on (9.19 and 9.28 on an H200, results/log.md). Full
+// attention has no such step. Few heads do not fill a GPU: rather than have those, parts are unlike.
+Parts PartsOf(const Fp8Attention& call) {
   constexpr int64_t kMostHeads = 48;
-  Fp8Attention part = call;
-  if (!call.backward || !call.causal || call.empty()) return part;
-  const int64_t each = call.h / call.g;
-  part.g = DivisorOf(call.g, kMostHeads / each), part.h = part.g * each;
-  part.b = part.g < call.g ? 1 : DivisorOf(call.b, kMostHeads / call.h);
+  if (!call.backward || !call.causal || call.empty()) return {};
+  const int64_t groups = CutsOf(call.g, kMostHeads / (call.h / call.g));
+  return {groups > 1 ? call.b : CutsOf(call.b, kMostHeads / call.h), groups};
+}
+
+struct Part {
+  Fp8Attention attention;
+  int64_t row, head;  // of the call, the first ones: the head is a key head
+};
+
+// Of unlike parts the first is of the smaller ones and the last is of the larger ones, by one row or head.
+Part PartAt(const Fp8Attention& call, const Parts& parts, int64_t i) {
+  const int64_t r = i / parts.groups, c = i % parts.groups;
+  Part part{call, call.b * r / parts.rows, call.g * c / parts.groups};
+  Fp8Attention& a = part.attention;
+  a.b = call.b * (r + 1) / parts.rows - part.row;
+  a.g = call.g * (c + 1) / parts.groups - part.head, a.h = a.g * (call.h / call.g);
   return part;
 }
 
-int64_t PartsOf(const Fp8Attention& call, const Fp8Attention& part) {
-  return call.b / part.b * (call.g / part.g);
+// One part of each kind.
+std::vector<Fp8Attention> KindsOf(const Fp8Attention& call, const Parts& parts) {
+  const auto at = [&](int64_t i) { return PartAt(call, parts, i).attention; };
+  const int64_t last = parts.count() - 1;
+  if (last == 0) return {call};
+  return {at(0), at(last)};
 }
 
 // The workspace begins with the amax of the probabilities, which cuDNN writes and nobody reads, or with the
-// amaxes of several parts of a backward pass, f32 [kAmaxes, parts]. Then comes the plan's, aligned as an
+// amaxes of several parts of a backward pass, f32 [kAmaxes, parts]. Then comes the plans', aligned as an
 // allocation.
-int64_t ScratchOf(const Fp8Attention& call, const Fp8Attention& part) {
+int64_t ScratchOf(const Parts& parts) {
   constexpr int64_t kAlignment = 256;
-  const int64_t amaxes = call.empty() ? 1 : kAmaxes * PartsOf(call, part);
-  return CeilDiv(amaxes * int64_t{sizeof(float)}, kAlignment) * kAlignment;
+  return CeilDiv(kAmaxes * parts.count() * int64_t{sizeof(float)}, kAlignment) * kAlignment;
 }
 
 // What both launchers have; `count` scales.
@@ -76,35 +101,36 @@ Status Describe(const Operands& given, Fp8Attention* a) {
   return {};
 }
 
-// The pointers of the part of a call that begins with this row and this key head.
-GraphPointers PartAt(GraphPointers pointers, const Fp8Attention& a, int64_t row, int64_t head) {
-  const int64_t query = row * a.h + head * (a.h / a.g);  // heads of rows before it
-  const int64_t queries = (row * a.s * a.h + head * (a.h / a.g)) * a.d, keys = (row * a.t * a.g + head) * a.d;
+// Those of a part, of a call's.
+GraphPointers PointersOf(const Part& part, const Fp8Attention& call, GraphPointers pointers) {
+  const int64_t head = part.head * (call.h / call.g), query = part.row * call.h + head;
+  const int64_t queries = (part.row * call.s * call.h + head) * call.d;
+  const int64_t keys = (part.row * call.t * call.g + part.head) * call.d;
   const auto move = [&](std::initializer_list<int64_t> uids, int64_t bytes) {
     for (const int64_t uid : uids) pointers[uid] = static_cast<char*>(pointers[uid]) + bytes;
   };
   move({kQ, kOut, kDOut, kDQ}, queries);
   move({kK, kV, kDK, kDV}, keys);
-  move({kLse}, query * a.s * int64_t{sizeof(float)});
+  move({kLse}, query * call.s * int64_t{sizeof(float)});
   return pointers;
 }
 
-// Runs the plan for each part of a backward pass. An amax is of one run: cuDNN 9.19 does not take the maximum
+// Runs a plan for each part of a backward pass. An amax is of one run: cuDNN 9.19 does not take the maximum
 // with what an earlier run wrote.
-Status RunParts(cudaStream_t stream, const Fp8Attention& a, const Fp8Attention& part,
+Status RunParts(cudaStream_t stream, const Fp8Attention& call, const Parts& parts,
                 const GraphPointers& pointers, std::initializer_list<Tensor> amaxes, char* workspace,
                 int64_t size) {
-  const int64_t parts = PartsOf(a, part), scratch = ScratchOf(a, part);
+  const int64_t count = parts.count(), scratch = ScratchOf(parts);
   auto* partials = reinterpret_cast<float*>(workspace);
   TE_CUDA(cudaMemsetAsync(partials, 0, scratch, stream));
-  for (int64_t i = 0; i < parts; ++i) {
-    const int64_t across = a.g / part.g;
-    GraphPointers own = PartAt(pointers, a, i / across * part.b, i % across * part.g);
-    for (int64_t amax = 0; amax < kAmaxes; ++amax) own[kAmaxDQ + amax] = partials + amax * parts + i;
-    TE_TRY(RunGraph(stream, Fp8AttentionRecipe(part), std::move(own), workspace + scratch, size));
+  for (int64_t i = 0; i < count; ++i) {
+    const Part part = PartAt(call, parts, i);
+    GraphPointers own = PointersOf(part, call, pointers);
+    for (int64_t amax = 0; amax < kAmaxes; ++amax) own[kAmaxDQ + amax] = partials + amax * count + i;
+    TE_TRY(RunGraph(stream, Fp8AttentionRecipe(part.attention), std::move(own), workspace + scratch, size));
   }
   const auto ending = [&](int64_t amax) -> Ending {
-    return {Reduce::kMaxOfBits, {partials + amax * parts, F32, &parts, 1}, amaxes.begin()[amax]};
+    return {Reduce::kMaxOfBits, {partials + amax * count, F32, &count, 1}, amaxes.begin()[amax]};
   };
   TE_TRY(FinishPartials(stream, ending(0), ending(1)));
   return FinishPartials(stream, ending(2), ending(3));
@@ -114,23 +140,27 @@ Status RunParts(cudaStream_t stream, const Fp8Attention& a, const Fp8Attention& 
 Status Run(Stage stage, cudaStream_t stream, const Fp8Attention& a, const Operands& given,
            GraphPointers pointers, std::initializer_list<Tensor> results,
            std::initializer_list<Tensor> amaxes) {
-  const Fp8Attention part = PartOf(a);
-  const GraphRecipe recipe = Fp8AttentionRecipe(part);
-  if (stage == Stage::kInitialize) return a.empty() ? Status{} : FindGraph(stream, recipe);
+  const Parts parts = PartsOf(a);
+  if (stage == Stage::kInitialize) {
+    if (a.empty()) return {};
+    for (const Fp8Attention& kind : KindsOf(a, parts)) TE_TRY(FindGraph(stream, Fp8AttentionRecipe(kind)));
+    return {};
+  }
   if (a.empty()) {
     TE_TRY(Zero(stream, results));
     return Zero(stream, amaxes);
   }
-  const int64_t scratch = ScratchOf(a, part), size = given.workspace.bytes() - scratch;
-  TE_CHECK(size >= 0, "%s: the workspace has %ld bytes", a.op(), long(given.workspace.bytes()));
+  const int64_t scratch = ScratchOf(parts), size = given.workspace.bytes() - scratch;
+  TE_CHECK(size >= 0, "%s: the workspace has %ld bytes, needs %ld and more", a.op(),
+           long(given.workspace.bytes()), long(scratch));
   pointers.insert({{kQ, given.q.data}, {kK, given.k.data}, {kV, given.v.data}});
   for (int64_t i = 0; i < given.count; ++i)
     pointers[kScales + i] = static_cast<float*>(given.scales.data) + i;
   auto* bytes = static_cast<char*>(given.workspace.data);
-  if (PartsOf(a, part) > 1) return RunParts(stream, a, part, pointers, amaxes, bytes, size);
+  if (parts.count() > 1) return RunParts(stream, a, parts, pointers, amaxes, bytes, size);
   TE_TRY(Zero(stream, amaxes));
   if (!a.backward) pointers[kAmaxS] = bytes;
-  return RunGraph(stream, recipe, std::move(pointers), bytes + scratch, size);
+  return RunGraph(stream, Fp8AttentionRecipe(a), std::move(pointers), bytes + scratch, size);
 }
 
 }  // namespace
@@ -184,8 +214,12 @@ Status LaunchAttentionFp8Bwd(Stage stage, cudaStream_t stream, Arg dout, Arg q, 
 int64_t AttentionFp8Workspace(const std::string& kind, bool e5m2, int64_t b, int64_t s, int64_t t, int64_t h,
                               int64_t g, int64_t d, bool causal, double scale) {
   const Fp8Attention a{kind == "bwd", e5m2, b, s, t, h, g, d, causal, float(scale)};
-  const Fp8Attention part = PartOf(a);
-  return ScratchOf(a, part) + (a.empty() ? 0 : GraphWorkspace(Fp8AttentionRecipe(part)));
+  const Parts parts = PartsOf(a);
+  int64_t of_plans = 0;
+  if (!a.empty())
+    for (const Fp8Attention& kind : KindsOf(a, parts))
+      of_plans = std::max(of_plans, GraphWorkspace(Fp8AttentionRecipe(kind)));
+  return ScratchOf(parts) + of_plans;
 }
 
 }  // namespace te

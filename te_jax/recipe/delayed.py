@@ -35,8 +35,8 @@ class DelayedScaling(Recipe):
     reduce_amax:        inside `shard_map`, one amax for all devices. False: each device scales its shard by its own
                         amax, and its `fp8_metas` must then vary over that mesh axis. Outside `shard_map` arrays are
                         global, and so is their amax.
-    fp8_dpa:            attention in FP8, where `te_jax.flax.DotProductAttention` serves the call so; its state is there
-    only with it.
+    fp8_dpa:            attention in FP8, where `te_jax.flax.DotProductAttention` serves the call so, with gradients as
+                        `te_jax.layers.attention_fp8` has them by default; its state is there only with it.
     fp8_mha:            projections and attention hand over FP8 tensors: not in this version, must be False.
     split_accumulator:  (fprop, dgrad, wgrad): True adds products in f32 every 128 or 256 of them, False all of them in
                         the tensor cores, which keep 14 bits: 1 to 2 % faster for a layer.

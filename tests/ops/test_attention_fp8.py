@@ -44,6 +44,9 @@ GPU_SHAPES = {
     "long": (1, 2048, 2048, 2, 1, 128),
     "rows": (6, 128, 256, 16, 4, 128),  # causal gradients: two parts of three rows; of "gqa" two of half of its heads
     "mqa": (2, 128, 128, 56, 1, 128),  # a part has all heads of a group
+    "rows_s>t": (2, 256, 128, 64, 8, 128),  # two parts of each row
+    "unlike_rows": (5, 128, 128, 16, 4, 128),  # two and three
+    "unlike_heads": (2, 128, 256, 53, 53, 128),  # 26 and 27 of each row
 }
 both_masks = pytest.mark.parametrize("causal", [False, True], ids=["full", "causal"])
 
