@@ -149,6 +149,8 @@ def test_python_blocks_run(document, monkeypatch, request, in_this_process):
         ("1.0e-04 -0.02", "2.0e-04 0.01", "1.0e-04 is 2.0e-04"),
         ("step 1.4e+02", "step 151.0", None),
         ("step 4", "step 5", "4 is 5"),
+        ("+0.05 -0.02", "+0.02 +0.10", None),
+        ("+0.05", "+0.25", "+0.05 is +0.25"),
         ("nan", "1.0", "nan is 1.0"),
         ("", "1", "it prints"),
     ],
