@@ -94,6 +94,7 @@ _SECTIONS = Kind(
     "None or PositionSections of te_jax.ops.rope", lambda value: value is None or isinstance(value, PositionSections)
 )
 
+
 def _fields_of(module: str) -> Kind:
     is_type = lambda value: isinstance(value, Mapping) and all(isinstance(name, str) for name in value)
     named = lambda value: {"name", "parent"} & {*value}
