@@ -23,6 +23,13 @@ from te_jax.optim.adam import USE_MASTERS, check_no_fp8_state
 from te_jax.state.fp8 import current_recipe
 
 _THIS = "te_jax.optim.master_weights"
+# The states of wrappers that read the updates of what they are around as numbers.
+_READERS = (
+    optax.MultiStepsState,
+    optax.ApplyIfFiniteState,
+    optax.InjectHyperparamsState,
+    optax.InjectStatefulHyperparamsState,
+)
 
 
 class MasterWeightsState(NamedTuple):
@@ -145,16 +152,19 @@ def apply_updates(params: Any, updates: Any) -> Any:
 
 def check_masters(what: str, params: Any, opt_state: Any) -> None:
     """Raises ValueError, naming `what`, for parameters in FP8 without masters in the optimizer's state, and for a
-    transformation after `master_weights`."""
+    transformation after `master_weights` or a wrapper around it that reads updates as numbers."""
     if not has_kernels(params):
         return
     if isinstance(opt_state, tuple) and any(isinstance(node, MasterWeightsState) for node in opt_state[:-1]):
         raise ValueError(
             f"{what}: tx has a transformation behind master_weights, which returns no updates; {USE_MASTERS}."
         )
-    held = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, MasterWeightsState | optax.MultiStepsState))
-    if not any(isinstance(node, MasterWeightsState) for node in held):
-        raise ValueError(f"{what}: params holds kernels in FP8, but tx has no masters of them; {USE_MASTERS}.")
+    held = jax.tree.leaves(opt_state, is_leaf=lambda node: isinstance(node, (MasterWeightsState, *_READERS)))
+    if any(isinstance(node, MasterWeightsState) for node in held):
+        return
+    outside = [type(node).__name__ for node in held if isinstance(node, _READERS)]
+    none = f"has no masters of them{f' outside of its {outside[0]}' if outside else ''}"
+    raise ValueError(f"{what}: params holds kernels in FP8, but tx {none}; {USE_MASTERS}.")
 
 
 def beside(params: Any, arrays: Any) -> Any:

@@ -241,6 +241,8 @@ FP8_MASTERS = [
           where + "params holds no kernel in FP8"),
     Probe("TrainState MultiSteps around", lambda: _create(narrow(), optax.MultiSteps(MASTERS, 2)), ValueError,
           "TrainState.create: .*MultiSteps included"),
+    Probe("TrainState apply_if_finite around", lambda: _create(narrow(), optax.apply_if_finite(MASTERS, 2)), ValueError,
+          "TrainState.create: .*no masters of them outside of its ApplyIfFiniteState; put te_jax.optim.master_weights"),
     Probe("TrainState chain around", lambda: _create(narrow(), optax.chain(MASTERS, optax.scale(0.5))), ValueError,
           "TrainState.create: tx has a transformation behind master_weights.*put te_jax.optim.master_weights around"),
     Probe("TrainState clip before", lambda: _create(narrow(), optax.chain(optax.clip_by_global_norm(1.0), MASTERS))),
