@@ -24,6 +24,7 @@ class EncoderLM(Model):
 
     if not TYPE_CHECKING:  # as `Module` says
         unread = ("num_decoder_layers", *OF_IMAGES)
+        read_by_argument = ("head", "head_dense", "head_norm", "head_bias")
 
     @nn.compact
     def __call__(
@@ -90,6 +91,7 @@ class EncoderDecoder(Model):
 
     if not TYPE_CHECKING:  # as `Module` says
         unread = ("head_transform", "token_types", "max_positions", "embedding_norm", *OF_IMAGES)
+        read_by_argument = ("encoder", "decoder", "head")
 
     @nn.compact
     def __call__(

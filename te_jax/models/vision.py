@@ -1,5 +1,7 @@
 """VisionEncoder: an encoder of images, as SigLIP's and ViT."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -26,6 +28,9 @@ class VisionEncoder(Model):
     `te_jax.flax.LayerNormMLP`, or, with class_token, `pool_dense` as `te_jax.flax.DenseGeneral`; with num_labels
     `head` [num_labels, H] and `head_bias` [num_labels].
     """
+
+    if not TYPE_CHECKING:  # as `Module` says
+        read_by_argument = ("pool_probe", "pool_attention", "pool_mlp", "pool_dense", "head", "head_bias")
 
     @nn.compact
     def __call__(
