@@ -24,7 +24,7 @@ class KnownArguments(KnownFields, nn.Module):
     if TYPE_CHECKING:  # Annotations would make fields of them where it runs.
         read_by_argument: ClassVar[tuple[str, ...]]
     else:
-        read_by_argument = ()  # parameters that some calls read, by their arguments, and others do not
+        read_by_argument = ()  # parameters, by path, that some calls read, by their arguments, and others do not
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         call = vars(cls).get("__call__")
@@ -65,7 +65,9 @@ def _warn_of_unread(module: nn.Module) -> None:
         unread = [
             name
             for name in held.get(collection, {})
-            if not read.get(name, set()) & {None, collection} and name not in module.read_by_argument
+            if not read.get(name, set()) & {None, collection}
+            and name not in module.read_by_argument
+            and f"{module.name}/{name}" not in getattr(module.parent, "read_by_argument", ())
         ]
         if unread:
             warn_once(

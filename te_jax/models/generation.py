@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.core.arrays import as_jax, known_values
-from te_jax.core.check import INTEGERS, NONE, RANDOM_KEY, Kind, KnownFields, check, integer, number
+from te_jax.core.check import INTEGERS, NONE, RANDOM_KEY, Kind, KnownFields, check, integer, number, warn_once
 from te_jax.core.loops import plain_loops
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
@@ -214,6 +214,8 @@ def generate(
         raise ValueError(f"{name}: prompts has the shape {prompts.shape}; pass [b, s], s at least 1.")
     if key is None and sampling.temperature:
         raise ValueError(f"{name}: key is None, but {sampling} draws tokens; pass jax.random.key(seed), or GREEDY.")
+    if key is not None and not sampling.temperature:
+        warn_once(name, f"key is given, but {sampling} draws no tokens; pass sampling=Sampling(), or leave it out.")
     b, s = prompts.shape
     limit = model.config.max_positions
     if limit is not None and s + count > limit:
