@@ -49,17 +49,24 @@ def _with_check(call: Callable[..., Any]) -> Callable[..., Any]:
         if not takes_all and kwargs.keys() - parameters.keys():
             check_names(describe(self), kwargs, known, **names_of_call(type(self)))
         out = call(self, *args, **kwargs)
-        if inspect.unwrap(type(self).__call__) is call:  # not the call of a base, to which a subclass adds its own
-            _warn_of_unread(self)
+        _warn_of_unused_variables(self)
         return out
 
     return call_checked
 
 
-def _warn_of_unread(module: nn.Module) -> None:
+@functools.cache
+def _reads_by_itself(cls: type[nn.Module]) -> bool:
+    """Whether one call reads all parameters: a subclass's may read others, before or behind its base's."""
+    return sum("__call__" in vars(base) for base in cls.__mro__ if issubclass(base, KnownArguments)) == 1
+
+
+def _warn_of_unused_variables(module: nn.Module) -> None:
     """Warns, once, of variables that `module` was given and did not read, such as those of a field that is off."""
-    if module.scope is None or module.is_initializing() or getattr(module.parent, "scope", None) is module.scope:
-        return  # `nn.share_scope`: the others are of the module around it
+    if module.scope is None or module.is_initializing() or not _reads_by_itself(type(module)):
+        return
+    if getattr(module.parent, "scope", None) is module.scope:  # `nn.share_scope`: others are of the module around it
+        return
     held, read = module.variables, module.scope.reservations
     for collection in ("params", "expert_bias"):
         unread = [

@@ -31,7 +31,7 @@ from te_jax.core.types import align, like
 _ROUTER = "te_jax.ops.router"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrt_softplus")
 _SCORE_FUNCTION = one_of(*SCORE_FUNCTIONS)
-_RATE = number(least=0) | Kind("a scalar array", ARRAY.is_type, lambda value: jnp.shape(value) == ())
+_STEP_OF_BIAS = number(least=0) | Kind("a scalar array", ARRAY.is_type, lambda value: jnp.shape(value) == ())
 
 
 @dataclass(frozen=True)
@@ -371,7 +371,7 @@ def updated_expert_bias(expert_bias: jax.Array, counts: jax.Array, rate: float |
     (https://arxiv.org/abs/2408.15664), algorithm 1. rate: a number of at least 0 or f32[]. Raises ValueError where the
     shapes differ and for another rate, TypeError for what is no number or array.
     """
-    check(_ROUTER, "rate", rate, _RATE)
+    check(_ROUTER, "rate", rate, _STEP_OF_BIAS)
     expert_bias, counts = as_jax(expert_bias, counts)
     for name, value in dict(expert_bias=expert_bias, counts=counts).items():
         check(_ROUTER, name, value, ARRAY)
