@@ -217,10 +217,7 @@ def fused_attn(
     what belongs to it, for stripe_size, for dropout without a seed and for a mask next to a sequence_descriptor, and
     what the module raises.
     """
-    _check_enums(
-        attn_bias_type=attn_bias_type, attn_mask_type=attn_mask_type, qkv_layout=qkv_layout, softmax_type=softmax_type,
-        context_parallel_strategy=context_parallel_strategy,
-    )  # fmt: skip
+    _check_enums(attn_bias_type, attn_mask_type, qkv_layout, softmax_type, context_parallel_strategy)
     _check_served(
         score_mod=score_mod, score_mod_bprop=score_mod_bprop, score_mod_tensors=score_mod_tensors,
         score_mod_bprop_tensors=score_mod_bprop_tensors, stripe_size=stripe_size,
@@ -261,10 +258,9 @@ _ENUMS = dict(
 )  # fmt: skip
 
 
-def _check_enums(**given: Any) -> None:
-    """Raises TypeError for an argument that is no member of its enum."""
-    for name, value in given.items():
-        enum = _ENUMS[name]
+def _check_enums(*given: Any) -> None:
+    """Raises TypeError for an argument that is no member of its enum; `given` in the order of `_ENUMS`."""
+    for (name, enum), value in zip(_ENUMS.items(), given, strict=True):
         if not isinstance(value, enum):
             kind = f"pass a member of {enum.__name__}, such as {next(iter(enum))}"
             raise TypeError(f"fused_attn: {name} is {show(value)}; {kind}.")
