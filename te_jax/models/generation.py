@@ -93,7 +93,7 @@ _READ_ARGUMENTS = {
     "lengths": INTEGERS,
     "slots": integer(1),
 }
-_STATE = Kind(
+_READ = Kind(
     "the pair (logits, cache) of read_prompts or of write_tokens",
     lambda state: isinstance(state, tuple) and len(state) == 2 and ARRAY.accepts(state[0]) and state[0].ndim == 2,
 )
@@ -101,7 +101,7 @@ _CHOICE = Kind("a function (key, logits) -> tokens, such as Sampling().choose or
 _WRITE_ARGUMENTS = {
     **{name: _GENERATE_ARGUMENTS[name] for name in ("model", "variables", "key")},
     "lengths": INTEGERS,
-    "state": _STATE,
+    "state": _READ,
     "count": integer(0),
     "choose": _CHOICE,
 }
