@@ -133,7 +133,8 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
     if not model.scan:
         return model, dict(variables)
     first, period, flat = len(config.first), len(config.pattern) or 1, {}
-    if config.num_layers - first >= period and not any("layers" in path for path in flatten_dict(variables)):
+    held_at = flatten_dict(variables).keys()
+    if held_at and config.num_layers - first >= period and not any("layers" in path for path in held_at):
         raise ValueError(f"{name}: variables have no stack of `layers`; pass those of this model, which has scan=True.")
     for path, leaf in flatten_dict(variables).items():
         if "layers" not in path:

@@ -98,7 +98,8 @@ GENERATION = [
     Probe("write by GREEDY", write(choose=GREEDY), T, rf"{WRITES}choose is Sampling.*GREEDY.choose"),
     Probe("write one length", write(lengths=jnp.array([4])), V, rf"{WRITES}lengths has the shape \(1,\); pass \(2,\)"),
     Probe("write -1 tokens", write(count=-1), V, f"{WRITES}count is -1"),
-    Probe("unscan nothing", lambda: unscan(made()[0], {"params": {}}), V, "unscan: variables have no stack of"),
+    Probe("unscan of no stack", lambda: unscan(made()[0], {"params": {"head": TOKENS}}), V,
+          "unscan: variables have no stack of `layers`"),
     Probe("unscan", lambda: jax.eval_shape(lambda variables: unscan(made()[0], variables)[1], made()[1])),
 ]  # fmt: skip
 
