@@ -2,9 +2,25 @@
 
 import argparse
 import pathlib
+import re
 import sys
 
 from . import contexts, decode, hlo, layers, memory, overlap, report, run, step_trace, tables, timing, trees, turns
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no whole number of at least 1")
+    return int(text)
+
+
+def _pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is no regular expression: {error}") from None
+    return text
+
 
 _MODELS = tuple(model.name for model in layers.gpt_and_llama(tiny=True))
 # Of each option: its type or its choices, and its help. `file` is an argument.
@@ -14,13 +30,13 @@ _OPTIONS = {
     "text": (pathlib.Path, "the module's text"),
     "folder": (pathlib.Path, "of files that are read, or kept"),
     "compare": (pathlib.Path, "an earlier JSON: each row's time against its own"),
-    "only": (str, 'regular expression: of rows, by "case | implementation", or of candidates'),
-    "repeat": (int, "of each measurement"),
-    "calls": (int, "issued back to back"),
-    "steps": (int, "under the profiler"),
-    "layers": (int, "in the stack"),
-    "hidden": (int, "width of a layer"),
-    "tokens": (int, "in the row"),
+    "only": (_pattern, 'regular expression: of rows, by "case | implementation", or of candidates'),
+    "repeat": (_count, "of each measurement"),
+    "calls": (_count, "issued back to back"),
+    "steps": (_count, "under the profiler"),
+    "layers": (_count, "in the stack"),
+    "hidden": (_count, "width of a layer"),
+    "tokens": (_count, "in the row"),
     "model": (_MODELS, "what is measured"),
     "impl": (layers.IMPLS, "by whom"),
     "strategies": (str, "by which tokens reach their experts, as all_gather,all_to_all,ring,ragged: other rows"),

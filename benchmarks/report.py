@@ -11,7 +11,10 @@ GB = 1e9
 
 def load(path: pathlib.Path) -> dict:
     """An earlier result. Raises ValueError where the file holds none."""
-    result = json.loads(path.read_text())
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ValueError(f"{path}: no result of `python -m benchmarks`: {error}.") from None
     if not isinstance(result, dict) or not {"rows", "queued_ms"} & result.keys():
         raise ValueError(f"{path}: no result of `python -m benchmarks`: it has no `rows`.")
     return result

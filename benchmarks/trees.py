@@ -61,6 +61,9 @@ def compare(trees: list[Tree], model: str, recipe: str, calls: int) -> dict:
 
 def main(args) -> int:
     this = Path(te_jax.__file__).parents[1]
+    if args.folder is None or not (args.folder / "te_jax").is_dir():
+        print(f"--folder is {args.folder}: give the root of another source tree, the folder that has te_jax in it")
+        return 2
     trees = [Tree(folder.resolve(), args.tiny) for folder in (args.folder, this)]
     recipes = ("bf16", "delayed", "current", "block", "fixed", *(["mxfp8"] if args.tiny else []))  # no Hopper has it
     asked = [(model, recipe) for model in ("gpt", "llama", "moe") for recipe in recipes]

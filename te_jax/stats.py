@@ -166,6 +166,15 @@ _COLUMNS = {
 
 _EXPLANATION = Kind("what te_jax.explain_fp8 returns", lambda value: isinstance(value, Fp8Explanation))
 
+_STATS = Kind(
+    "what te_jax.fp8_stats returns, outside of jax.jit",
+    lambda value: (
+        isinstance(value, Mapping)
+        and all(isinstance(each, TensorStats) for each in value.values())
+        and not any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(dict(value)))
+    ),
+)
+
 
 def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation | None = None) -> str:
     """The numbers of `fp8_stats` as text, one line for each tensor, below a line for its module; fractions in percent.
@@ -177,7 +186,10 @@ def fp8_stats_table(stats: Mapping[str, TensorStats], explained: Fp8Explanation 
     and trend, and the least scale, headroom and number of recorded amaxes. "-" stands for a number that is not known,
     an amax of "nan" for a NaN in a probed tensor. Where the model is one layer its tensors have no path: "grad" is the
     gradient of its output.
+
+    Raises TypeError for anything but what `fp8_stats` returns, and inside of `jax.jit`, where no number is known.
     """
+    check("fp8_stats_table", "stats", stats, _STATS)
     lines = [["tensor", "layers", *_COLUMNS]]
     for path, tensor in stats.items():
         cells = {name: _cell(getattr(tensor, name), *how) for name, how in _COLUMNS.items()}

@@ -4,6 +4,7 @@ import argparse
 import pathlib
 import runpy
 import sys
+from collections.abc import Callable, Iterator
 
 from te_jax.compat import install
 
@@ -20,16 +21,35 @@ def run(program: str, arguments: list[str], *, is_module: bool) -> None:
 
 
 def list_edits(paths: list[str]) -> bool:
-    """Prints what in the programs needs an edit, "path:line: text" each; returns whether nothing does."""
+    """Prints what in the programs needs an edit, "path:line: text" each; returns whether nothing does.
+
+    paths: files, or folders, whose programs are all files *.py. Raises OSError for a file that cannot be read and for a
+    folder without one, ValueError for one that is no program.
+    """
     from te_jax.compat._program import findings  # It imports all of te_jax.compat.
 
-    found = {path: findings(pathlib.Path(path).read_text(), path) for path in paths}
+    found = {path: _findings(path, findings) for path in _programs(paths)}
     for path, edits in found.items():
         for line, text in edits:
             print(f"{path}:{line}: {text}")
         if not edits:
             print(f"{path}: nothing needs an edit")
     return not any(found.values())
+
+
+def _programs(paths: list[str]) -> Iterator[str]:
+    for path in paths:
+        inside = sorted(map(str, pathlib.Path(path).rglob("*.py"))) if pathlib.Path(path).is_dir() else [path]
+        if not inside:
+            raise FileNotFoundError(f"the folder {path} has no file *.py")
+        yield from inside
+
+
+def _findings(path: str, findings: Callable[[str, str], list]) -> list:
+    try:
+        return findings(pathlib.Path(path).read_text(), path)
+    except (SyntaxError, ValueError) as error:  # ValueError: no text
+        raise ValueError(f"{path} is no Python program: {error}") from None
 
 
 def command() -> None:
@@ -40,11 +60,18 @@ def command() -> None:
     runs.add_argument("program", metavar="PROGRAM")
     runs.add_argument("arguments", metavar="ARGUMENTS", nargs=argparse.REMAINDER)
     checks = commands.add_parser("check", help="list what needs an edit; exit status 1 if anything does")
-    checks.add_argument("files", metavar="FILE.py", nargs="+")
+    checks.add_argument("files", metavar="FILE", nargs="+", help="a program, or a folder of programs")
     given = parser.parse_args()
     if given.command == "run":
+        if not given.is_module and not pathlib.Path(given.program).exists():
+            runs.error(f"there is no file {given.program}; -m runs a module")
         run(given.program, given.arguments, is_module=given.is_module)
-    elif not list_edits(given.files):
+        return
+    try:
+        nothing = list_edits(given.files)
+    except (OSError, ValueError) as error:
+        checks.error(str(error))
+    if not nothing:
         sys.exit(1)
 
 

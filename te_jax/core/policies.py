@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax.core.check import did_you_mean
+from te_jax.core.check import did_you_mean, warn_once
 
 _MODULE = "te_jax.checkpoint_policies"
 _PREFIX = "te_"
@@ -20,6 +20,7 @@ QUANTIZED = _PREFIX + "quantized"
 KERNEL = _PREFIX + "quantized_kernel"
 STATISTICS = _PREFIX + "statistics"
 NAMES = (GEMM, ATTENTION, SSM, QUANTIZED, KERNEL, STATISTICS)
+_CONSTANTS = dict(GEMM=GEMM, ATTENTION=ATTENTION, SSM=SSM, QUANTIZED=QUANTIZED, KERNEL=KERNEL, STATISTICS=STATISTICS)
 
 
 def with_names(tree: Any, *names: str | None) -> Any:
@@ -36,7 +37,7 @@ def save(*names: str) -> Callable[..., bool]:
     The policy keeps STATISTICS too. `jax.checkpoint_policies.save_from_both_policies` combines it with other policies.
 
     Raises TypeError for a name that is no string; ValueError without names, and for a name that begins with "te_" and
-    is not of `te_jax.checkpoint_policies`.
+    is not of `te_jax.checkpoint_policies`; warns of "GEMM" and the like, which are constants there, not strings.
     """
     _check_policy_names(f"{_MODULE}.save", "names", names)
     return jax.checkpoint_policies.save_only_these_names(*names, STATISTICS)
@@ -74,6 +75,12 @@ def _check_policy_names(where: str, argument: str, names: Sequence[str]):
     for name in names:
         if not isinstance(name, str):
             raise TypeError(f"{where}: {argument} has {name!r}; pass strings, such as te_jax.checkpoint_policies.GEMM.")
+        if name in _CONSTANTS:
+            warn_once(
+                where,
+                f"{argument} has {name!r}, a name that only your own program can have given; pass the constant "
+                f"te_jax.checkpoint_policies.{name}, which is {_CONSTANTS[name]!r}.",
+            )
         if name.startswith(_PREFIX) and name not in NAMES:
             hint = did_you_mean(name, NAMES)
             raise ValueError(

@@ -1,23 +1,30 @@
-"""Unknown keywords of a module's constructor and of its call: errors that say what is meant, whichever module it is."""
+"""Unknown keywords of a module's constructor and of its call, and parameters that it does not read: what is said of
+them, whichever module it is."""
 
 import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flax import linen as nn
 
-from te_jax.core.check import KnownFields, check_names
+from te_jax.core.check import KnownFields, check_names, warn_once
 from te_jax.flax import _refused
 from te_jax.flax._state import describe
 
 
 class KnownArguments(KnownFields, nn.Module):
-    """Base of Flax modules whose constructor and `__call__` raise for unknown keywords as `check_names` does.
+    """Base of Flax modules whose constructor and `__call__` raise for unknown keywords as `check_names` does, and whose
+    `__call__` warns of parameters that it did not read.
 
-    A `__call__` with **keywords is not checked. Signatures stay as they are.
+    Keywords of a `__call__` with **keywords are not checked. Signatures stay as they are.
     """
+
+    if TYPE_CHECKING:  # Annotations would make fields of them where it runs.
+        read_by_argument: ClassVar[tuple[str, ...]]
+    else:
+        read_by_argument = ()  # parameters, by path, that some calls read, by their arguments, and others do not
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         call = vars(cls).get("__call__")
@@ -31,19 +38,50 @@ class KnownArguments(KnownFields, nn.Module):
 
 
 def _with_check(call: Callable[..., Any]) -> Callable[..., Any]:
-    """`call`, a method of a module, which refuses unknown keywords in the words of `check_names`."""
+    """`call`, a method of a module, which refuses unknown keywords in the words of `check_names`, and warns of
+    parameters that it did not read."""
     parameters = inspect.signature(call).parameters
-    if any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
-        return call
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
     known = [name for name in parameters][1:]  # Without self.
 
     @functools.wraps(call)
     def call_checked(self, *args, **kwargs):
-        if kwargs.keys() - parameters.keys():
+        if not takes_all and kwargs.keys() - parameters.keys():
             check_names(describe(self), kwargs, known, **names_of_call(type(self)))
-        return call(self, *args, **kwargs)
+        out = call(self, *args, **kwargs)
+        _warn_of_unused_variables(self)
+        return out
 
     return call_checked
+
+
+@functools.cache
+def _reads_by_itself(cls: type[nn.Module]) -> bool:
+    """Whether one call reads all parameters: a subclass's may read others, before or behind its base's."""
+    return sum("__call__" in vars(base) for base in cls.__mro__ if issubclass(base, KnownArguments)) == 1
+
+
+def _warn_of_unused_variables(module: nn.Module) -> None:
+    """Warns, once, of variables that `module` was given and did not read, such as those of a field that is off."""
+    if module.scope is None or module.is_initializing() or not _reads_by_itself(type(module)):
+        return
+    if getattr(module.parent, "scope", None) is module.scope:  # `nn.share_scope`: others are of the module around it
+        return
+    held, read = module.variables, module.scope.reservations
+    for collection in ("params", "expert_bias"):
+        unread = [
+            name
+            for name in held.get(collection, {})
+            if not read.get(name, set()) & {None, collection}
+            and name not in module.read_by_argument
+            and f"{module.name}/{name}" not in getattr(module.parent, "read_by_argument", ())
+        ]
+        if unread:
+            warn_once(
+                describe(module),
+                f"the collection {collection!r} has {', '.join(sorted(unread))}, which the fields of this module have "
+                "no use for; pass the fields that it was made with, or leave them out of the collection.",
+            )
 
 
 @functools.cache

@@ -76,6 +76,8 @@ def parameter(
                 f"need {tuple(shape)}; pass inputs of the width it was initialised with, or initialise again."
             )
         if isinstance(held, QuantizedKernel):
+            if not module.scope.name_reserved(name, "params"):
+                module.scope.reserve(name, "params")  # it is read, as `module.param` says of others
             return held
     dtype = module.dtype if module.params_dtype is None else module.params_dtype
     where = f"{describe(module)}: parameter {name}"

@@ -46,6 +46,7 @@ from te_jax.ops.quantize.norm import KINDS
 from te_jax.ops.rope import METHOD, WINDOWS, PositionSections, Scaling
 from te_jax.ops.ssm.scan import LIMIT
 from te_jax.recipe import Recipe
+from te_jax.sharding.logical_axes import LOGICAL_AXES
 from te_jax.state.fp8 import COLLECTION
 
 LAYOUTS = ("bs3hd", "bshd_bs2hd", "bshd_bshd_bshd", "t3hd", "thd_t2hd", "thd_thd_thd")
@@ -78,8 +79,6 @@ def norm_type(name: str) -> str:
 
 
 INITIALIZER = Kind("an initializer, f(key, shape, dtype) -> array", FUNCTION.is_type)
-_AXES = tuple_of(NONE | STRING | tuple_of(STRING))
-_LOGICAL_AXES = Kind("a tuple of logical axis names and None", _AXES.is_type, _AXES.is_in)
 _POSITIVE, POSITIVE_INTS = integer(1), tuple_of(integer(1))
 _WIDTHS = Kind(
     "a positive int, or a tuple of them",
@@ -194,9 +193,9 @@ FIELDS: dict[str, Kind] = {
     **_each(NONE | FLOATING, "params_dtype"),
     **_each(INITIALIZER, "bias_init ln_bias_init embedding_init"),
     **_each(NONE | INITIALIZER, "kernel_init scale_init mha_kernel_init mlp_kernel_init"),
-    **_each(_LOGICAL_AXES, "kernel_axes kernel_axes_1 kernel_axes_2 bias_axes bias_axes_1 bias_axes_2"),
-    **_each(_LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes gate_axes"),
-    **_each(NONE | _LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),
+    **_each(LOGICAL_AXES, "kernel_axes kernel_axes_1 kernel_axes_2 bias_axes bias_axes_1 bias_axes_2"),
+    **_each(LOGICAL_AXES, "scale_axes ln_bias_axes embedding_axes gate_axes"),
+    **_each(NONE | LOGICAL_AXES, "input_axes layernorm_input_axes dot_input_axes dot_1_input_axes dot_2_input_axes"),
     # activations, positions
     **_each(ACTIVATIONS, "activations mlp_activations"),
     **_each(PARAMS, "activation_params mlp_activation_params"),

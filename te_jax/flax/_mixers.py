@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen as nn
 
+from te_jax.core.check import ARRAY, NONE, check
 from te_jax.core.types import align
 from te_jax.flax._common import Initializer, lora_scope, parameter
 from te_jax.flax._context import cutting_axis, tokens_of_device
@@ -15,11 +16,12 @@ from te_jax.flax._fields import check_call, has_relative_embedding, is_decoder
 from te_jax.flax._projections import project_output
 from te_jax.flax._state import describe, recipe_of
 from te_jax.flax.attention import mask_of_rows
-from te_jax.flax.cache import COLLECTION, check_mutable, check_whole, lengths_of, variable_of_cache
+from te_jax.flax.cache import COLLECTION, INDEX, index_of_cache, lengths_of, variable_of_cache
 from te_jax.flax.mha import check_decode, input_of
 from te_jax.layers._sequence import SequenceCall
 from te_jax.layers.gated_norm import gated_norm_dense, gated_rmsnorm, quantizes_gated_norm
-from te_jax.ops.attention import Mask, SequenceDescriptor
+from te_jax.ops.attention import Mask
+from te_jax.ops.attention.options import DESCRIPTOR
 from te_jax.sharding import W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding.resource import is_manual
 
@@ -98,11 +100,12 @@ def _segments_of_mask(
     """
     if mask is None:
         return None, None
-    if not isinstance(mask, SequenceDescriptor):
+    if ARRAY.accepts(mask):
         raise ValueError(
             f"{describe(module)}: mask is an array; the scan is causal, and knows only segments: pass a "
             "SequenceDescriptor, or None."
         )
+    check(describe(module), "mask", mask, NONE | DESCRIPTOR)
     if decode:
         return None, lengths_of(module, mask, b, s)
     if module.is_initializing():  # in a `jax.shard_map` too, where no axis is known to cut
@@ -118,9 +121,8 @@ def _segments_of_mask(
 
 def states_in_cache(module: nn.Module, names: Sequence[str], shapes: Any, dtypes: Any, like: jax.Array) -> list[Any]:
     """The variables of the cache, 0 where this call makes them, of `like`'s mesh axes. Raises ValueError for a cache
-    that is not mutable, lacks some of them, or is of another shape, TypeError for another dtype."""
-    check_mutable(module)
-    check_whole(module, (*names, "cache_index"))
+    that is not mutable, of another shape, or that lacks some of them, TypeError for another dtype."""
+    index_of_cache(module, names)
 
     def variable(name, shape, dtype):
         return variable_of_cache(module, name, lambda: align(jnp.zeros(shape, dtype), like)[0], shape, dtype)
@@ -130,9 +132,8 @@ def states_in_cache(module: nn.Module, names: Sequence[str], shapes: Any, dtypes
 
 def write_states(module: nn.Module, states: Sequence[Any], new: Sequence[jax.Array], tokens: int) -> None:
     """The states behind a call of so many tokens, and their count, unless the module is initializing."""
-    index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
     if not module.is_initializing():
-        index.value = index.value + tokens
+        module.put_variable(COLLECTION, INDEX, module.get_variable(COLLECTION, INDEX) + tokens)
         for variable, value in zip(states, new, strict=True):
             variable.value = value
 
@@ -200,7 +201,11 @@ def of_step(module: Any) -> Initializer:
 
 
 def steps_are_in_order(module: Any) -> str | None:
-    """`time_step_min` is at most `time_step_max`, and so is `time_step_floor`."""
-    for name, way in (("time_step_min", "swap them"), ("time_step_floor", "pass a smaller one")):
-        if getattr(module, name) > module.time_step_max:
-            return f"{name} is {getattr(module, name)}, above time_step_max={module.time_step_max}; {way}"
+    """`time_step_min` and `time_step_floor` are at most `time_step_max`."""
+    if module.time_step_min > module.time_step_max:
+        return f"time_step_min is {module.time_step_min}, above time_step_max={module.time_step_max}; swap them"
+    if module.time_step_floor > module.time_step_max:
+        return (
+            f"time_step_floor is {module.time_step_floor}, above time_step_max={module.time_step_max}, so that all "
+            "steps began there; pass a floor up to that"
+        )

@@ -12,7 +12,7 @@ from flax import linen as nn
 from flax.core import tracers, unfreeze
 from flax.traverse_util import flatten_dict
 
-from te_jax.core.check import did_you_mean, warn
+from te_jax.core.check import ARRAY, check, did_you_mean, warn
 from te_jax.core.products import NO_RECIPE, note_recipe
 from te_jax.recipe import DelayedScaling, Recipe
 from te_jax.recipe._exclude import excluding
@@ -195,6 +195,7 @@ def _leaf(module: nn.Module, name: str, fresh: np.ndarray, recipe: DelayedScalin
             return jnp.asarray(fresh)
     value = module.variable(collection, name, lambda: jnp.asarray(fresh)).value
     what = f"{describe(module)}: {collection} leaf {name}"
+    check(describe(module), f"{collection} leaf {name}", value, ARRAY)
     combined = name.endswith(HISTORY) and jax.dtypes.issubdtype(value.dtype, jax.dtypes.extended)
     if value.dtype != jnp.float32 and not combined:
         raise TypeError(f"{what} is {value.dtype}; FP8 state is float32: leave it out when casting parameters.")

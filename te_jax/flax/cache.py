@@ -5,9 +5,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from jax.sharding import PartitionSpec
 
+from te_jax.core.check import ARRAY, INTEGERS, check, integer
 from te_jax.core.types import align, on_explicit_mesh
 from te_jax.flax._common import activation_axes
 from te_jax.flax._context import Context
@@ -19,7 +21,7 @@ from te_jax.ops.attention.reference import split_joined
 from te_jax.sharding import BATCH_AXES, HEAD_AXES, HIDDEN_AXES, SEQLEN_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
-COLLECTION = "cache"
+COLLECTION, INDEX = "cache", "cache_index"
 KEYS_VALUES = ("cached_key", "cached_value")
 
 
@@ -117,8 +119,7 @@ class KVCache(CachedKeys):
         `SequenceDescriptor` says the lengths of the rows. names: of the variables of keys and values.
 
         Raises ValueError where there is no cache to read or to write, for more tokens than it has slots, for another
-        batch size than its own, for one without some of its variables (`cache_padding` may be missing: it is 0 then),
-        for descriptors of segments, and for tokens in the order of balanced causal attention.
+        batch size than its own, for descriptors of segments, and for tokens in the order of balanced causal attention.
         """
         if module.context_parallel_causal_load_balanced and Context.of(module) is not None:
             raise ValueError(
@@ -127,11 +128,9 @@ class KVCache(CachedKeys):
             )
         self._module, self._batch, self._names = module, 1 if module.transpose_batch_sequence else 0, names
         b, self._s = inputs.shape[self._batch], inputs.shape[1 - self._batch]
-        check_mutable(module)
-        check_whole(module, (*names, "cache_index"))
+        self._index = index_of_cache(module, names)
         self.fresh: bool = module.is_initializing() or not module.has_variable(COLLECTION, names[0])
         self._size = self._capacity(max_decode_length)
-        self._index = module.variable(COLLECTION, "cache_index", jnp.zeros, (), jnp.int32)
         self._padding = self._variable("cache_padding", inputs, (self._batch,), jnp.int32)
 
         counts = lengths_of(module, mask, b, self._s)
@@ -173,7 +172,13 @@ class KVCache(CachedKeys):
         """T: the slots of the cache that is there, else max_decode_length, or in `init` the length of the inputs."""
         module, s = self._module, self._s
         if not self.fresh:
-            size = module.get_variable(COLLECTION, self._names[0]).shape[1 - self._batch]
+            shape = np.shape(module.get_variable(COLLECTION, self._names[0]))
+            if len(shape) < 2:
+                raise ValueError(
+                    f"{describe(module)}: {self._names[0]} has shape {shape}; pass the {COLLECTION!r} that an earlier "
+                    "call of this module returned."
+                )
+            size = shape[1 - self._batch]
             if asked not in (None, size):
                 raise ValueError(
                     f"{describe(module)}: max_decode_length is {asked}, but the cache has {size} slots; leave it out."
@@ -225,23 +230,33 @@ class KVCache(CachedKeys):
         return constrain(out, activation_axes(self._module, BATCH_AXES, SEQLEN_AXES, HEAD_AXES, HIDDEN_AXES))
 
 
-def check_mutable(module: nn.Module) -> None:
-    """Raises ValueError where a module that decodes may not write its cache."""
+def index_of_cache(module: nn.Module, names: Sequence[str]) -> nn.Variable[jax.Array]:
+    """The variable `cache_index`, the tokens that every row was given, of a module that decodes and keeps variables of
+    these names, too.
+
+    Raises ValueError where the module may not write its cache, for a cache that has some of the variables, as another
+    module's may, and for an index that is not one number; TypeError for one that is no integer.
+    """
+    where = describe(module)
     if not module.is_mutable_collection(COLLECTION):
         raise ValueError(
-            f"{describe(module)}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
+            f"{where}: decode=True writes the collection {COLLECTION!r}, which is not mutable here; "
             f"call `apply` with mutable=[{COLLECTION!r}], and name it in the variable_axes of `nn.scan`."
         )
-
-
-def check_whole(module: nn.Module, names: Sequence[str]) -> None:
-    """Raises ValueError for a cache that has some of these variables and lacks others, which would be made anew."""
-    missing = [name for name in names if not module.has_variable(COLLECTION, name)]
-    if 0 < len(missing) < len(names):
+    held = [name for name in (*names, INDEX) if module.has_variable(COLLECTION, name)]
+    if held and (lacks := [name for name in (*names, INDEX) if name not in held]):
         raise ValueError(
-            f"{describe(module)}: the collection {COLLECTION!r} lacks {', '.join(missing)}; pass all that an earlier "
-            "call gave, or none to begin anew."
+            f"{where}: the {COLLECTION!r} has {', '.join(held)}, but not {', '.join(lacks)}; pass the whole "
+            f"{COLLECTION!r} that an earlier call of this module returned, or none of it to begin."
         )
+    index = module.variable(COLLECTION, INDEX, jnp.zeros, (), jnp.int32)
+    if np.shape(index.value):
+        raise ValueError(
+            f"{where}: {INDEX} has shape {np.shape(index.value)}; pass one integer, i32[], for all rows (stacked by "
+            '`nn.scan` it needs variable_axes={"cache": 0}).'
+        )
+    check(where, INDEX, index.value, integer() | INTEGERS)
+    return index
 
 
 def variable_of_cache(
@@ -253,6 +268,7 @@ def variable_of_cache(
     """
     variable = module.variable(COLLECTION, name, zeros)
     held = variable.value
+    check(describe(module), name, held, ARRAY)
     if held.shape != shape:
         raise ValueError(
             f"{describe(module)}: {name} has shape {held.shape}, this call needs {shape}; a cache is for one batch "
@@ -292,4 +308,4 @@ def extent(module: nn.Module, child: str, s: int, max_decode_length: int | None)
     if module.is_initializing() or "cached_key" not in held:
         return max_decode_length or s, 0
     size = held["cached_key"].shape[0 if module.transpose_batch_sequence else 1]
-    return size, held["cache_index"] - held.get("cache_padding", 0)
+    return size, held.get(INDEX, 0) - held.get("cache_padding", 0)

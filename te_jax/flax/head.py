@@ -7,14 +7,15 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 from te_jax.core.arrays import as_jax
-from te_jax.core.check import integer
+from te_jax.core.check import check, integer
 from te_jax.core.placement import mesh_axes
 from te_jax.core.products import product
 from te_jax.flax._common import Axes, Initializer, activation_axes, floating, in_compute_dtype, parameter
-from te_jax.flax._fields import INITIALIZER, Module, check_call
+from te_jax.flax._fields import INITIALIZER, Module, check_call, warn_unused
 from te_jax.flax._state import dense_metas, describe, recipe_of
 from te_jax.layers import linear_cross_entropy
 from te_jax.layers._specs import dense_spec
+from te_jax.layers.loss.head import REDUCTION
 from te_jax.ops.gemm.dense import dot
 from te_jax.sharding import BATCH_AXES, SEQLEN_AXES, W_FSDP_AXES, W_TP_AXES, resolve_logical_axes
 from te_jax.sharding.resource import check_current_mesh_resource
@@ -74,7 +75,11 @@ class LMHead(Module):
         inputs = in_compute_dtype(self, floating(self, "inputs", inputs))
         shape = (self.features, inputs.shape[-1])
         kernel = parameter(self, "kernel", self.kernel_init, self.kernel_axes, shape, kernel)
+        check(describe(self), "reduction", reduction, REDUCTION)
         if labels is None:
+            if reduction != "mean":
+                text = f"reduction is {reduction!r}, but labels is None, so that the result is logits"
+                warn_unused(self, f"{text}; pass labels too, or leave it out")
             return self._logits(inputs, kernel)
         (labels,) = as_jax(labels)
         return linear_cross_entropy(

@@ -104,6 +104,7 @@ class MultiHeadLatentAttention(Module):
     rotary_pos_emb_sections = None  # no field: a token has one position
     if not TYPE_CHECKING:  # as `Module` says
         rules = (latent_widths_fit, adapters_are_on, no_mlp_is_adapted, sequences_are_split)
+        read_by_argument = ("kv_up", "kv_up/scale")  # see `_attend_cached`
 
     @nn.compact
     def __call__(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from flax import linen as nn
 from jax.ad_checkpoint import checkpoint_name
 
-from te_jax.core.check import ARRAY, BOOL, check
+from te_jax.core.check import ARRAY, BOOL, Kind, check, show
 from te_jax.flax._common import (
     Axes,
     Initializer,
@@ -37,6 +37,7 @@ from te_jax.sharding.resource import check_current_mesh_resource
 from te_jax.state.misplaced import keys_of
 
 BIAS_COLLECTION, LOSSES = "expert_bias", "losses"
+_COLLECTIONS = Kind("a dict of collections, as `init` returns it", lambda value: isinstance(value, Mapping))
 
 
 def update_expert_bias(
@@ -48,20 +49,33 @@ def update_expert_bias(
            microbatches and devices, or their mean.
     rate:  the step of the law (`te_jax.ops.router.updated_expert_bias`), a number or f32[].
 
-    Raises ValueError where `grads` lack the collection, and for biases outside of it.
+    Raises TypeError for collections that are no dict, ValueError where `grads` lack the collection or have it of
+    another tree, for biases outside of it, and for a rate below 0.
     """
+    name = "te_jax.flax.update_expert_bias"
+    for argument, value in dict(collections=collections, grads=grads).items():
+        check(name, argument, value, _COLLECTIONS)
     if BIAS_COLLECTION not in collections:
         paths = [keys_of(path) for path, _ in jax.tree.leaves_with_path(collections)]
         if any(path[-1:] == ("expert_bias",) and path[0] != "params" for path in paths):
             raise ValueError(
-                "update_expert_bias: collections has biases of experts, but no collection of them at the top; pass "
+                f"{name}: collections has biases of experts, but no collection of them at the top; pass "
                 f"{{{BIAS_COLLECTION!r}: ...}} as `init` returns it, of one model."
             )
         return dict(collections)
     if BIAS_COLLECTION not in grads:
         raise ValueError(
-            f"update_expert_bias: grads lack the collection {BIAS_COLLECTION!r}; differentiate with respect to it: its "
+            f"{name}: grads lack the collection {BIAS_COLLECTION!r}; differentiate with respect to it: its "
             "gradient is the counts of tokens."
+        )
+    held, counted = (
+        {jax.tree_util.keystr(path): jnp.shape(leaf) for path, leaf in jax.tree.leaves_with_path(t[BIAS_COLLECTION])}
+        for t in (collections, grads)
+    )
+    if held != counted:
+        raise ValueError(
+            f"{name}: the biases are {show(held)}, but grads has {show(counted)}; pass the gradients with respect to "
+            "these biases."
         )
     law = lambda bias, counts: jnp.vectorize(lambda b, c: updated_expert_bias(b, c, rate), signature="(e),(e)->(e)")(
         bias, counts
@@ -97,6 +111,29 @@ def gates_have_experts(module: nn.Module) -> str | None:
     """`shared_expert_gate` needs `num_shared_experts`."""
     if module.shared_expert_gate and not module.num_shared_experts:
         return "shared_expert_gate is True, but num_shared_experts is 0; pass both, or neither"
+
+
+def router_fields_say_something(module: nn.Module) -> str | None:
+    """`use_pre_softmax` needs the score function "softmax", `num_groups` needs `group_topk`, and `per_sequence_loss`
+    `aux_loss_coeff`; else a warning."""
+    for on, text in (
+        (
+            module.use_pre_softmax and module.score_function != "softmax",
+            f"use_pre_softmax is True, but score_function is {module.score_function!r}; use 'softmax', or leave it out",
+        ),
+        (
+            module.num_groups > 1 and module.group_topk is None,
+            f"num_groups is {module.num_groups}, but group_topk is None, by which a token's experts are of all groups; "
+            "set it, or leave num_groups out",
+        ),
+        (
+            module.per_sequence_loss and not module.aux_loss_coeff,
+            "per_sequence_loss is True, but aux_loss_coeff is 0: there is no such loss; set it, or leave "
+            "per_sequence_loss out",
+        ),
+    ):
+        if on:
+            warn_unused(module, text)
 
 
 def sequences_are_rows(module: nn.Module) -> str | None:
@@ -202,6 +239,7 @@ class MoEBlock(Module):
             activations_take_their_params,
             tokens_find_experts,
             sequences_are_rows,
+            router_fields_say_something,
             weighed_tokens_have_one_expert,
             gates_have_experts,
             norm_fields_need_a_norm,

@@ -42,8 +42,13 @@ def family_of(name: str) -> Family:
     """Raises ValueError for a family that te_jax has no model of, saying what is missing where that is known."""
     if name in MISSING:
         raise ValueError(f"te_jax.hf: there is no family {name!r}: its layers have {MISSING[name]}.")
+    if not name:
+        raise ValueError(
+            "te_jax.hf: the family of this ModelConfig is ''; say which checkpoints it is like, as in "
+            f"dataclasses.replace(config, family='llama'). There are {', '.join(FAMILIES)}."
+        )
     if name not in FAMILIES:
-        hint = did_you_mean(name[:100], FAMILIES) if name else ""
+        hint = did_you_mean(name[:100], FAMILIES)
         raise ValueError(f"te_jax.hf: there is no family {show(name)}; {hint or 'there are'} {', '.join(FAMILIES)}.")
     return FAMILIES[name]
 

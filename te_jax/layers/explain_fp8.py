@@ -145,7 +145,7 @@ def explain_traced(traced: Traced, notes: Notes, recipe: Recipe | None, train: b
             leaves[place] = value
         # Here, for variables of NNX belong to the trace in which they are made.
         out = traced.function(*jax.tree.unflatten(tree, leaves))
-        return [a for a in jax.tree.leaves(out) if _is_float(a)]
+        return [a for a in map(jnp.asarray, jax.tree.leaves(out)) if _is_float(a)]
 
     def both(floats, leaves):
         out, pull = jax.vjp(lambda floats: forward(floats, leaves), floats)

@@ -127,6 +127,11 @@ class ModelConfig(KnownFields):
                 f"ModelConfig: vocab_size is {self.vocab_size}, image_size {self.image_size}, patch_size "
                 f"{self.patch_size}; pass a vocab_size above 0, or 0 and both sizes of images."
             )
+        if self._reads_images and self.patch_size > self.image_size:
+            raise ValueError(
+                f"ModelConfig: patch_size is {self.patch_size}, but image_size {self.image_size}: no patch is whole; "
+                "pass a smaller patch_size."
+            )
         for fields in (self.layer, *self.pattern, *self.first):
             for name in _NOT_OF_LAYERS.keys() & fields.keys():
                 if fields[name] not in (None, False):

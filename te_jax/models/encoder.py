@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import linen as nn
 
 import te_jax.flax as te_flax
-from te_jax.core.check import BOOL, check
+from te_jax.core.check import BOOL, INTEGERS, NONE, check
 from te_jax.flax._common import parameter
-from te_jax.models.stack import OF_IMAGES, Model, rows_at
+from te_jax.models.stack import OF_IMAGES, Model, rows_at, warn_of_causal_layers
 from te_jax.ops.attention import SequenceDescriptor
 from te_jax.ops.quantize.activation import activation
 from te_jax.sharding import W_FSDP_AXES, W_TP_AXES
@@ -24,6 +24,7 @@ class EncoderLM(Model):
 
     if not TYPE_CHECKING:  # as `Module` says
         unread = ("num_decoder_layers", *OF_IMAGES)
+        read_by_argument = ("head", "head_dense", "head_norm", "head_bias")
 
     @nn.compact
     def __call__(
@@ -48,6 +49,7 @@ class EncoderLM(Model):
         """
         c = self.config
         check("EncoderLM", "hidden", hidden, BOOL)
+        warn_of_causal_layers(self)
         if token_types is not None and not c.token_types:
             raise ValueError("EncoderLM: token_types are given, but config.token_types is 0; leave them out.")
         if hidden and labels is not None:
@@ -90,6 +92,7 @@ class EncoderDecoder(Model):
 
     if not TYPE_CHECKING:  # as `Module` says
         unread = ("head_transform", "token_types", "max_positions", "embedding_norm", *OF_IMAGES)
+        read_by_argument = ("encoder", "decoder", "head")
 
     @nn.compact
     def __call__(
@@ -125,11 +128,14 @@ class EncoderDecoder(Model):
                     f"EncoderDecoder: {argument} is given without tokens, which the decoder reads; pass them too: "
                     "labels that are shifted right, behind the token that texts begin with."
                 )
+        for argument, value in dict(tokens=tokens, inputs=inputs).items():
+            check("EncoderDecoder", argument, value, NONE | INTEGERS)
         if (inputs is None) == (encoded is None):
             raise ValueError("EncoderDecoder: inputs and encoded are both given, or neither; pass one of them.")
         embedding = self._table("embedding", c.vocab_size, split_rows=True)
         shared = dict(config=c, scan=self.scan, remat=self.remat, remat_policy=self.remat_policy, **self.dtypes)
         if encoded is None:
+            warn_of_causal_layers(self)
             x, encoder = self._embed(embedding, self._rows(inputs, input_lengths)), _Part(**shared, name="encoder")
             encoded = encoder(x, lengths=input_lengths, deterministic=deterministic)
         if tokens is None:

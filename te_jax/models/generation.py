@@ -9,7 +9,19 @@ import jax.numpy as jnp
 import numpy as np
 
 from te_jax.core.arrays import as_jax, known_values
-from te_jax.core.check import INTEGERS, NONE, RANDOM_KEY, Kind, KnownFields, check, integer, number
+from te_jax.core.check import (
+    ARRAY,
+    FUNCTION,
+    INTEGERS,
+    NONE,
+    RANDOM_KEY,
+    Kind,
+    KnownFields,
+    check,
+    integer,
+    number,
+    warn_once,
+)
 from te_jax.core.loops import plain_loops
 from te_jax.flax.cache import COLLECTION
 from te_jax.models.causal import CausalLM
@@ -76,6 +88,29 @@ _GENERATE_ARGUMENTS = {
     "input_lengths": NONE | INTEGERS,
 }
 
+_READ_ARGUMENTS = {
+    **{name: _GENERATE_ARGUMENTS[name] for name in ("model", "variables", "prompts")},
+    "lengths": INTEGERS,
+    "slots": integer(1),
+}
+_READ = Kind(
+    "the pair (logits, cache) of read_prompts or of write_tokens",
+    lambda state: isinstance(state, tuple) and len(state) == 2 and ARRAY.accepts(state[0]) and state[0].ndim == 2,
+)
+_CHOICE = Kind("a function (key, logits) -> tokens, such as Sampling().choose or GREEDY.choose", FUNCTION.is_type)
+_WRITE_ARGUMENTS = {
+    **{name: _GENERATE_ARGUMENTS[name] for name in ("model", "variables", "key")},
+    "lengths": INTEGERS,
+    "state": _READ,
+    "count": integer(0),
+    "choose": _CHOICE,
+}
+
+
+def _check_lengths(name: str, lengths: jax.Array, shape: tuple[int, ...]) -> None:
+    if lengths.shape != shape:
+        raise ValueError(f"{name}: lengths has the shape {lengths.shape}; pass {shape}, a length of each prompt.")
+
 
 def read_prompts(
     model: Model, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
@@ -85,9 +120,15 @@ def read_prompts(
     model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
     cache, for prompts and what follows them. context: more arguments of the model's call.
 
-    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those.
+    Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those,
+    and for lengths of another shape; TypeError for arguments that are not of their kind.
     What pads prompts is not read; the logits of a prompt with a number that is no token are NaN.
     """
+    name = "te_jax.models.read_prompts"
+    given = dict(model=model, variables=variables, prompts=prompts, lengths=lengths, slots=slots)
+    for argument, kind in _READ_ARGUMENTS.items():
+        check(name, argument, given[argument], kind)
+    _check_lengths(name, lengths, prompts.shape[:1])
     if _has_tokens(variables.get(COLLECTION, {})):
         raise ValueError(
             f"te_jax.models: variables hold {COLLECTION!r}, with tokens that would count as read before the prompts; "
@@ -144,7 +185,15 @@ def write_tokens(
     choose: (key, logits f32[b, V]) -> i32[b]. key: of `jax.random`, or None where `choose` wants none. stop_at: a token
     behind which a row has nothing but it; None: there is none. context: as of `read_prompts`. A row whose logits are
     NaN, as where the cache has no slot left, has the token -1 from there on.
+
+    Raises TypeError for a state that is no such result and for arguments that are not of their kind, ValueError for
+    lengths of other rows.
     """
+    name = "te_jax.models.write_tokens"
+    given = dict(model=model, variables=variables, state=state, lengths=lengths, key=key, count=count, choose=choose)
+    for argument, kind in _WRITE_ARGUMENTS.items():
+        check(name, argument, given[argument], kind)
+    _check_lengths(name, lengths, state[0].shape[:1])
 
     def step(carry, i):
         (logits, cache), over = carry
@@ -214,14 +263,16 @@ def generate(
         raise ValueError(f"{name}: prompts has the shape {prompts.shape}; pass [b, s], s at least 1.")
     if key is None and sampling.temperature:
         raise ValueError(f"{name}: key is None, but {sampling} draws tokens; pass jax.random.key(seed), or GREEDY.")
+    if key is not None and not sampling.temperature:
+        warn_once(name, f"key is given, but {sampling} draws no tokens; pass sampling=Sampling(), or leave it out.")
     b, s = prompts.shape
     limit = model.config.max_positions
     if limit is not None and s + count > limit:
         raise ValueError(
             f"{name}: {s} + {count} tokens, but there are {limit} learned positions; pass a smaller count."
         )
-    if lengths is not None and lengths.shape != (b,):
-        raise ValueError(f"{name}: lengths has the shape {lengths.shape}; pass {(b,)}, a length of each prompt.")
+    if lengths is not None:
+        _check_lengths(name, lengths, (b,))
     if known_lengths is not None and ((known_lengths < 1) | (known_lengths > s)).any():
         raise ValueError(
             f"{name}: lengths are {known_lengths.tolist()}, of prompts of {s} tokens; pass lengths from 1 to {s}."

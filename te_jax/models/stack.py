@@ -15,7 +15,7 @@ import te_jax.flax as te_flax
 from te_jax.core.check import BOOL, FUNCTION, INTEGERS, NONE, Kind, check
 from te_jax.core.types import on_explicit_mesh
 from te_jax.flax._common import parameter
-from te_jax.flax._fields import Module
+from te_jax.flax._fields import Module, warn_unused
 from te_jax.flax._mixers import MIXERS
 from te_jax.flax.kernels import KERNEL_COLLECTION
 from te_jax.flax.moe import BIAS_COLLECTION, LOSSES
@@ -125,7 +125,7 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
     as it is.
 
     Raises TypeError for what is no model of `te_jax.models` and for variables that are no mapping, ValueError for
-    stacks of another number of layers than the model has.
+    variables without stacks and for stacks of another number of layers than the model has.
     """
     name, config = "te_jax.models.unscan", model.config if isinstance(model, Model) else None
     check(name, "model", model, MODEL)
@@ -133,6 +133,9 @@ def unscan(model: "Model", variables: Mapping[str, Any]) -> tuple["Model", dict[
     if not model.scan:
         return model, dict(variables)
     first, period, flat = len(config.first), len(config.pattern) or 1, {}
+    held_at = flatten_dict(variables).keys()
+    if held_at and config.num_layers - first >= period and not any("layers" in path for path in held_at):
+        raise ValueError(f"{name}: variables have no stack of `layers`; pass those of this model, which has scan=True.")
     for path, leaf in flatten_dict(variables).items():
         if "layers" not in path:
             flat[path] = leaf
@@ -262,6 +265,8 @@ class Model(Module):
     def _embed(self, embedding, rows: TokenRows, positions=None, token_types=None) -> jax.Array:
         """[b, s, H] of `dtype`, NaN for a token, position or type that the tables lack."""
         c, tokens = self.config, rows.tokens
+        for name, value in dict(positions=positions, token_types=token_types).items():
+            check(type(self).__name__, name, value, NONE | INTEGERS)
         x = look_up(self, embedding, tokens)
         if c.embedding_scale != 1.0:
             x = x * jnp.asarray(c.embedding_scale, self.dtype).astype(x.dtype)
@@ -272,9 +277,19 @@ class Model(Module):
                     f"{type(self).__name__}: {rows.whole} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
+            if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
+                raise ValueError(
+                    f"{type(self).__name__}: positions has the shape {positions.shape}; pass {tokens.shape}, as of "
+                    "tokens."
+                )
             at = rows.positions if positions is None else rows.of_tokens(positions)
             x = x + (gather_whole(learned)[: tokens.shape[1]] if at is None else _look_up(learned, at))
         if c.token_types:
+            if token_types is not None and token_types.shape != tokens.shape:
+                raise ValueError(
+                    f"{type(self).__name__}: token_types has the shape {token_types.shape}; pass {tokens.shape}, as of "
+                    "tokens."
+                )
             kinds = jnp.zeros_like(tokens) if token_types is None else rows.of_tokens(token_types)
             x = x + _look_up(self._table("token_types", c.token_types), kinds)
         x = constrain(x.astype(self.dtype), (BATCH_AXES, SEQLEN_AXES, HIDDEN_AXES))
@@ -415,6 +430,14 @@ def _check_no_inputs(layers):
 
 VARIABLES = Kind("the variables of the model, a dict of collections", lambda value: isinstance(value, Mapping))
 MODEL = Kind("a model of te_jax.models", lambda model: isinstance(model, Model))
+
+
+def warn_of_causal_layers(model: Model) -> None:
+    """Warns, once, of an encoder whose config does not say what tokens see, as layers are causal then."""
+    fields = map(model.config.fields_of_layer, range(model.config.num_layers))
+    if any(not {"self_attn_mask_type", *MIXERS} & each.keys() for each in fields):
+        text = "config.layer has no self_attn_mask_type, so that no token sees those behind it, as in a decoder"
+        warn_unused(model, f"{text}; pass 'no_mask' or 'padding' there, or 'causal', if that is meant")
 
 
 def gather_whole(a: jax.Array) -> jax.Array:

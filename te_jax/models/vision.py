@@ -1,5 +1,7 @@
 """VisionEncoder: an encoder of images, as SigLIP's and ViT."""
 
+from typing import TYPE_CHECKING
+
 import jax
 import jax.numpy as jnp
 from flax import linen as nn
@@ -8,7 +10,7 @@ import te_jax.flax as te_flax
 from te_jax.core.check import BOOL, FLOATS_ARRAY, check
 from te_jax.flax._common import parameter
 from te_jax.flax._fields import shared_fields
-from te_jax.models.stack import Model, gather_whole
+from te_jax.models.stack import Model, gather_whole, warn_of_causal_layers
 from te_jax.sharding import BATCH_AXES, HIDDEN_AXES, SEQLEN_AXES, W_FSDP_AXES, W_NO_SHARD_AXES, W_TP_AXES
 from te_jax.sharding import with_sharding_constraint_by_logical_axes as constrain
 
@@ -26,6 +28,9 @@ class VisionEncoder(Model):
     `te_jax.flax.LayerNormMLP`, or, with class_token, `pool_dense` as `te_jax.flax.DenseGeneral`; with num_labels
     `head` [num_labels, H] and `head_bias` [num_labels].
     """
+
+    if not TYPE_CHECKING:  # as `Module` says
+        read_by_argument = ("pool_probe", "pool_attention", "pool_mlp", "pool_dense", "head", "head_bias")
 
     @nn.compact
     def __call__(
@@ -47,6 +52,7 @@ class VisionEncoder(Model):
         for argument, value in (("deterministic", deterministic), ("pooled", pooled), ("logits", logits)):
             check(name, argument, value, BOOL)
         check(name, "images", images, FLOATS_ARRAY)
+        warn_of_causal_layers(self)
         if not c.patches:
             raise ValueError(f"{name}: config.image_size is None; pass a ModelConfig of images.")
         if images.shape[1:] != (c.image_size, c.image_size, c.image_channels):

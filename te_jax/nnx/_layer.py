@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax import ShapeDtypeStruct
 
-from te_jax.core.check import Kind, bind, check, warn
+from te_jax.core.check import Kind, bind, check, show, warn
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.products import is_explained
 from te_jax.flax._calls import call_signature, field_names, names_of_call, names_of_constructor
@@ -129,7 +130,7 @@ class Layer(nnx.Module):
             if kind := SIZES.get(bound.signature.parameters[name].annotation):
                 check(type(self).__name__, name, size, kind)
         self._initialize(type(self).inputs(self.linen, **bound.arguments), rngs)
-        if self._drops:
+        if self._drops and _has_stream(rngs, self._stream):
             self.rngs = rngs[self._stream].fork()
 
     @staticmethod
@@ -216,6 +217,12 @@ class Layer(nnx.Module):
                 f"{type(self).__name__}: {name} is a field, fixed when the module is made; make another module, and "
                 "take over the weights with nnx.update(new, nnx.state(old))."
             )
+        if isinstance(vars(self).get(name), nnx.Variable) and isinstance(value, _NO_VARIABLE):
+            kind = type(vars(self)[name]).__name__
+            raise TypeError(
+                f"{type(self).__name__}: {name} is {show(value)}; it holds a variable: assign to {name}[...], or pass "
+                f"a variable of its type, {kind}(array)."
+            )
         super().__setattr__(name, value)
 
     def _gather(self, path: tuple[str, ...] = ()) -> tuple[dict, dict]:
@@ -254,10 +261,21 @@ class Layer(nnx.Module):
                 "deterministic=True."
             )
         check(type(self).__name__, "rngs", rngs, _RNGS)
+        if isinstance(rngs, nnx.Rngs) and not _has_stream(rngs, self._stream):
+            raise ValueError(
+                f"{type(self).__name__}: dropout needs a key, but rngs has only the streams ({', '.join(rngs)}); pass "
+                f"rngs=nnx.Rngs({self._stream}=seed), or deterministic=True."
+            )
         stream = rngs[self._stream] if isinstance(rngs, nnx.Rngs) else rngs
         return {self._stream: stream() if isinstance(stream, nnx.RngStream) else stream}
 
 
+def _has_stream(rngs: nnx.Rngs, name: str) -> bool:
+    """Whether `rngs` has keys of this name: "default" stands for all."""
+    return name in rngs or "default" in rngs
+
+
+_NO_VARIABLE = jax.Array | np.ndarray | np.generic | list | tuple | int | float
 _RNGS = Kind(
     "nnx.Rngs, one of its streams or a key", lambda rngs: isinstance(rngs, nnx.Rngs | nnx.RngStream | jax.Array)
 )

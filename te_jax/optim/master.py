@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from te_jax.core.check import ARRAY, warn
+from te_jax.core.check import ARRAY, show, warn
 from te_jax.layers import QuantizedKernel
 from te_jax.layers.parameters import (
     box_array,
@@ -132,9 +132,17 @@ def _check_kernel_gradients(params, grads):
 def apply_updates(params: Any, updates: Any) -> Any:
     """`optax.apply_updates` for the updates of `master_weights`, which replace QuantizedKernels.
 
-    Raises TypeError for a QuantizedKernel whose update is not of `master_weights`, and for such an update of an array.
+    Raises TypeError for a QuantizedKernel whose update is not of `master_weights`, and for such an update of an array;
+    ValueError for updates of another tree.
     """
     where = "te_jax.optim.apply_updates"
+    is_leaf = lambda node: is_kernel(node) or isinstance(node, Requantized)
+    own, given = (jax.tree.structure(jax.tree.map(lambda _: 0, t, is_leaf=is_leaf)) for t in (params, updates))
+    if own != given:
+        raise ValueError(
+            f"{where}: updates are of another tree than params, {show(given)} instead of {show(own)}; pass what the "
+            "optimizer's update returned for these params."
+        )
 
     def apply(path, p, update):
         if is_kernel(p) and not isinstance(update, Requantized):

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from te_jax.core.check import NONE, Kind, check, warn
+from te_jax.core.check import ARRAY, NONE, Kind, check, warn
 from te_jax.core.placement import mesh_axes
 from te_jax.core.types import on_explicit_mesh
 from te_jax.sharding.logical_axes import head_axes, resolve_logical_axes
@@ -130,8 +130,10 @@ def with_sharding_constraint_by_logical_axes(x: jax.Array, axes: Sequence[str | 
     An axis that the devices of its mesh axes do not divide is split over fewer of these, or stays whole; a warning says
     so, once, unless its size is 1.
 
-    Raises ValueError if `axes` has another length than x, or a rule names an axis that the mesh lacks.
+    Raises TypeError for an x that is no array and for axes that are no tuple, ValueError if `axes` has another length
+    than x or a name that begins with "nvte_" and is none of te_jax's, or a rule names an axis that the mesh lacks.
     """
+    check("with_sharding_constraint", "x", x, ARRAY)
     return constrain_to_spec(x, resolve_logical_axes(axes, x.shape))
 
 

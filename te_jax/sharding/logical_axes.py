@@ -5,7 +5,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from te_jax.core.check import Kind, check
+from te_jax.core.check import NONE, STRING, Kind, check, did_you_mean, tuple_of
 from te_jax.core.placement import mesh_axes
 from te_jax.sharding.resource import MeshResource, auto_mesh, check_mesh_resource, current_mesh_resource, mesh_sizes
 
@@ -24,6 +24,39 @@ W_FSDP_AXES = "nvte_w_fsdp"
 W_TP_AXES = "nvte_w_tp"
 W_JOINED_AXES = "nvte_w_joined"
 
+_OF_TE = "nvte_"
+NAMES = (
+    *(BATCH_AXES, SEQLEN_AXES, SEQLEN_TP_AXES, SEQLEN_CP_AXES, HEAD_AXES, HIDDEN_AXES, HIDDEN_TP_AXES, JOINED_AXES),
+    *(W_NO_SHARD_AXES, W_FSDP_AXES, W_TP_AXES, W_JOINED_AXES),
+)
+
+
+def _unknown(axes) -> list[str]:
+    """The names among `axes` that look like te_jax's, but are not, and that no rule in force names."""
+    from flax import linen as nn  # as in `resolve_logical_axes`
+
+    names = [name for entry in axes for name in (entry if isinstance(entry, tuple | list) else (entry,))]
+    unknown = [name for name in names if name is not None and name.startswith(_OF_TE) and name not in NAMES]
+    return (
+        [name for name in unknown if name not in {rule[0] for rule in nn.get_logical_axis_rules()}] if unknown else []
+    )
+
+
+def _hint(axes) -> str:
+    unknown = _unknown(axes) if _AXES.accepts(axes) else []
+    return (
+        f"{unknown[0]!r} is none of te_jax's: {did_you_mean(unknown[0], NAMES) or ', '.join(NAMES)}" if unknown else ""
+    )
+
+
+_AXES = tuple_of(NONE | STRING | tuple_of(STRING))
+LOGICAL_AXES = Kind(
+    "a tuple of logical axis names and None",
+    _AXES.is_type,
+    lambda axes: _AXES.accepts(axes) and not _unknown(axes),
+    _hint,
+)
+_AXES_OR_NONE = NONE | LOGICAL_AXES
 _RULE_FORM = "a pair (logical name, mesh axis, tuple of them or None)"
 _RULES = Kind(f"a tuple, each {_RULE_FORM}", lambda rules: isinstance(rules, tuple | list))
 
@@ -148,8 +181,10 @@ def resolve_logical_axes(
     Returns None where there is nothing to constrain: for axes None, without rules, and without a mesh of Auto axes
     (under Explicit and Manual axes the type of an array says how it is sharded).
 
-    Raises ValueError for another number of axes than of dimensions, and for a rule whose mesh axis the mesh lacks.
+    Raises TypeError for axes that are no tuple, ValueError for another number of axes than of dimensions, for a name
+    that begins with "nvte_" and is none of te_jax's, and for a rule whose mesh axis the mesh lacks.
     """
+    check("with_sharding_constraint", "axes", tuple(axes) if isinstance(axes, PartitionSpec) else axes, _AXES_OR_NONE)
     from flax import linen as nn  # Flax takes a second to import, and the ops do not need it.
 
     rules, mesh = nn.get_logical_axis_rules(), auto_mesh()

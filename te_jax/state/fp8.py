@@ -146,8 +146,8 @@ class _Autocast(contextlib.ContextDecorator):
 
 def check_recipe(what: str, recipe: Any, argument: str = "recipe") -> None:
     """Raises TypeError, naming `what` and the argument, unless `recipe` is a recipe instance."""
-    if not isinstance(recipe, Recipe):
-        is_class = isinstance(recipe, type)
+    if not isinstance(recipe, Recipe) or type(recipe) is Recipe:
+        is_class = isinstance(recipe, type) and recipe is not Recipe
         hint = f"pass an instance: {recipe.__name__}()" if is_class else "pass te_jax.recipe.DelayedScaling()"
         raise TypeError(f"{what}: {argument} is {recipe!r}; {hint}.")
 

@@ -153,8 +153,10 @@ def test_compare_and_load(tmp_path, capsys, known_ceilings):
             line for line in printed.splitlines() if line.startswith(row["case"])
         )
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(ValueError, match="other.json: no result"):
-        main(["show", str(tmp_path / "other.json")])
+    (tmp_path / "text.json").write_text("text")
+    for name in ("other", "text", "none"):
+        with pytest.raises(ValueError, match=f"{name}.json: no result"):
+            main(["show", str(tmp_path / f"{name}.json")])
 
 
 def test_memory_summary():

@@ -184,6 +184,14 @@ def test_what_functions_refuse():
     named = tuple(create(fp8_recipe=current, checkpoint_name=name) for name in "ab")
     with pytest.warns(UserWarning, match="checkpoint_name of quantizer_sets is 'a' and 'b'"):
         mlp(kernels, (None, None), quantizer_sets=named)
+    for layer in (dense, te.layernorm_dense.layernorm_dense, grouped_dense):
+        of_layer = dict(group_sizes=jnp.ones(8, int)) if layer is grouped_dense else {}
+        with pytest.raises(TypeError, match=f"{layer.__name__}: quantizer_set is None; pass what QuantizerFactory"):
+            more = () if layer is not te.layernorm_dense.layernorm_dense else (jnp.ones(8), None)
+            layer(x, kernels[0], *more, quantizer_set=None, **of_layer)
+    for dims, words in (((1, 0), r"is \(1, 0\); pass a tuple of 2"), (((2,), (0,)), "has 2, but the array has shape")):
+        with pytest.raises(ValueError, match=f"dense: contracting_dims {words}"):
+            dense(x, kernels[0], contracting_dims=dims)
 
 
 def test_arguments_by_the_incumbents_names():

@@ -11,6 +11,7 @@ from te_jax.compat.transformer_engine.jax.attention import (
     AttnBiasType,
     AttnMaskType,
     AttnSoftmaxType,
+    CPStrategy,
     QKVLayout,
     ReorderStrategy,
     SequenceDescriptor,
@@ -134,6 +135,25 @@ def test_what_attention_refuses(qkv):
         call(qkv, lengths, AttnMaskType.PADDING_MASK, mask=jnp.zeros((2, 1, 7, 7), bool))
     with pytest.warns(UserWarning, match="softmax_offset is given, which .*VANILLA_SOFTMAX ignores"):
         call(qkv, softmax_offset=jnp.ones((1, 4, 1, 1)))
+
+
+@pytest.mark.parametrize(
+    ("place", "given", "enum"),
+    [(4, "no_bias", "AttnBiasType"), (5, "causal", "AttnMaskType"), (6, "bs3hd", "QKVLayout")]
+    + [(7, "vanilla", "AttnSoftmaxType"), (13, "ring", "CPStrategy")],
+)
+def test_enums_are_no_strings(place, given, enum, qkv):
+    types = AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX
+    args = [qkv, None, None, None, *types, 0.3, 0.0, True, 1, None, CPStrategy.DEFAULT]
+    args[place] = given
+    with pytest.raises(TypeError, match=f"fused_attn: .* is {given!r}; pass a member of {enum}, such as {enum}."):
+        fused_attn(*args)
+
+
+def test_dropout_needs_a_seed(qkv):
+    types = AttnBiasType.NO_BIAS, AttnMaskType.NO_MASK, QKVLayout.BSHD_BSHD_BSHD, AttnSoftmaxType.VANILLA_SOFTMAX
+    with pytest.raises(ValueError, match="fused_attn: seed is None, but dropout_probability is 0.5; pass jax.random"):
+        fused_attn(qkv, None, None, None, *types, 0.3, 0.5)
 
 
 def test_dropout_is_for_training_alone(qkv):

@@ -166,3 +166,30 @@ def test_check_is_a_command(tmp_path, monkeypatch, capsys):
     path.write_text("import transformer_engine.jax as te\nte.flax.TransformerLayer(hidden_size=8)\n")
     command()
     assert capsys.readouterr().out == f"{path}: nothing needs an edit\n"
+
+
+def test_check_takes_folders(tmp_path, monkeypatch, capsys):
+    (tmp_path / "inside").mkdir()
+    (tmp_path / "inside" / "program.py").write_text("import transformer_engine.jax as te\n")
+    monkeypatch.setattr(sys, "argv", ["compat", "check", str(tmp_path)])
+    command()
+    assert capsys.readouterr().out == f"{tmp_path}/inside/program.py: nothing needs an edit\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["check", "nosuch.py"], "No such file or directory: 'nosuch.py'"),
+        (["check", "README.md"], "README.md is no Python program: "),
+        (["check", "empty"], "the folder empty has no file *.py"),
+        (["run", "nosuch.py"], "there is no file nosuch.py; -m runs a module"),
+    ],
+)
+def test_what_the_command_cannot_read(arguments, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "README.md").write_text("It's no program.")
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sys, "argv", ["compat", *arguments])
+    with pytest.raises(SystemExit) as status:
+        command()
+    assert status.value.code == 2 and words in capsys.readouterr().err

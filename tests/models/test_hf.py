@@ -342,7 +342,7 @@ def test_refused_files_and_parameters(tmp_path):
     with pytest.raises(ValueError, match="do not both have .*wo_bias"):
         hf.save(tmp_path / "less", model, biased)
     nobodys = model.clone(config=ModelConfig(8, 1, 8))
-    with pytest.raises(ValueError, match="there is no family ''; there are llama"):
+    with pytest.raises(ValueError, match="the family of this ModelConfig is ''; say which .*There are llama"):
         hf.save(tmp_path / "none", nobodys, variables)
 
 

@@ -42,12 +42,13 @@ _MESH_AXES = Kind(
     lambda axes: axes is None or isinstance(axes, str) or (isinstance(axes, tuple) and all(map(STRING.is_type, axes))),
 )
 IGNORE_INDEX = NONE | replace(integer(-(2**31), 2**31 - 1), text="an int of 32 bits")  # as labels are compared
+REDUCTION = one_of("mean", "sum", "none")
 _HEAD_ARGUMENTS = {
     "label_smoothing": RATE,
     "z_loss": number(least=0),
     "logit_softcap": NONE | number(above=0),
     "ignore_index": IGNORE_INDEX,
-    "reduction": one_of("mean", "sum", "none"),
+    "reduction": REDUCTION,
     "words_first": BOOL,
     "chunk_tokens": NONE | integer(1),
     "accumulate_dtype": NONE | FLOATING,

@@ -11,7 +11,19 @@ from jax import lax
 from jax.core import max_dim, min_dim
 
 from te_jax.core.arrays import as_jax, as_rank
-from te_jax.core.check import BOOL, FLOATS_ARRAY, INTEGERS, NONE, Kind, KnownFields, check, integer, number, one_of
+from te_jax.core.check import (
+    ARRAY,
+    BOOL,
+    FLOATS_ARRAY,
+    INTEGERS,
+    NONE,
+    Kind,
+    KnownFields,
+    check,
+    integer,
+    number,
+    one_of,
+)
 from te_jax.core.derivatives import custom_vjp
 from te_jax.core.op import Op
 from te_jax.core.types import align, like
@@ -19,6 +31,7 @@ from te_jax.core.types import align, like
 _ROUTER = "te_jax.ops.router"
 SCORE_FUNCTIONS = ("softmax", "sigmoid", "sqrt_softplus")
 _SCORE_FUNCTION = one_of(*SCORE_FUNCTIONS)
+_STEP_OF_BIAS = number(least=0) | Kind("a scalar array", ARRAY.is_type, lambda value: jnp.shape(value) == ())
 
 
 @dataclass(frozen=True)
@@ -351,13 +364,17 @@ def z_loss(logits: jax.Array) -> jax.Array:
     return _mean(each, tuple(range(each.ndim)))
 
 
-def updated_expert_bias(expert_bias: jax.Array, counts: jax.Array, rate: float) -> jax.Array:
+def updated_expert_bias(expert_bias: jax.Array, counts: jax.Array, rate: float | jax.Array) -> jax.Array:
     """expert_bias [E] for the next step: `rate` more for each expert below the mean load, `rate` less for each above.
 
     counts: [E], of `Routing`, added up over all devices and microbatches of a step. Source: Wang et al. 2024
-    (https://arxiv.org/abs/2408.15664), algorithm 1. Raises ValueError where the shapes differ.
+    (https://arxiv.org/abs/2408.15664), algorithm 1. rate: a number of at least 0 or f32[]. Raises ValueError where the
+    shapes differ and for another rate, TypeError for what is no number or array.
     """
+    check(_ROUTER, "rate", rate, _STEP_OF_BIAS)
     expert_bias, counts = as_jax(expert_bias, counts)
+    for name, value in dict(expert_bias=expert_bias, counts=counts).items():
+        check(_ROUTER, name, value, ARRAY)
     if jnp.shape(expert_bias) != jnp.shape(counts):
         raise ValueError(
             f"{_ROUTER}: counts has shape {jnp.shape(counts)}, expert_bias {jnp.shape(expert_bias)}; pass a count for "

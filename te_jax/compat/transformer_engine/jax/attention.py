@@ -21,7 +21,7 @@ from te_jax.compat.transformer_engine_jax import (
     NVTE_QKV_Layout,
     NVTE_Softmax_Type,
 )
-from te_jax.core.check import warn_once
+from te_jax.core.check import RATE, check, show, warn_once
 from te_jax.layers import explain_attention
 from te_jax.ops.attention import MASK_TYPES
 from te_jax.ops.attention import SequenceDescriptor as SequenceDescriptor
@@ -213,9 +213,11 @@ def fused_attn(
         them.
     mask: the name of `sequence_descriptor` in older code.
 
-    Returns [b, s, h, dv]. Raises ValueError for score_mod and what belongs to it, for stripe_size and for a mask next
-    to a sequence_descriptor, and what the module raises.
+    Returns [b, s, h, dv]. Raises TypeError for strings and the like where an enum is due, ValueError for score_mod and
+    what belongs to it, for stripe_size, for dropout without a seed and for a mask next to a sequence_descriptor, and
+    what the module raises.
     """
+    _check_enums(attn_bias_type, attn_mask_type, qkv_layout, softmax_type, context_parallel_strategy)
     _check_served(
         score_mod=score_mod, score_mod_bprop=score_mod_bprop, score_mod_tensors=score_mod_tensors,
         score_mod_bprop_tensors=score_mod_bprop_tensors, stripe_size=stripe_size,
@@ -246,8 +248,35 @@ def fused_attn(
     descriptor = _first_segments(descriptor, max_segments_per_seq)
     return module.apply(
         variables, *qkv, *(None,) * (3 - len(qkv)), descriptor, bias, mask=mask, deterministic=not is_training,
-        rngs={"dropout": _dropout_key(seed)} if is_training and dropout_probability > 0 and seed is not None else None,
+        rngs=_rngs(seed, dropout_probability, is_training),
     )  # fmt: skip
+
+
+_ENUMS = dict(
+    attn_bias_type=AttnBiasType, attn_mask_type=AttnMaskType, qkv_layout=QKVLayout, softmax_type=AttnSoftmaxType,
+    context_parallel_strategy=CPStrategy,
+)  # fmt: skip
+
+
+def _check_enums(*given: Any) -> None:
+    """Raises TypeError for an argument that is no member of its enum; `given` in the order of `_ENUMS`."""
+    for (name, enum), value in zip(_ENUMS.items(), given, strict=True):
+        if not isinstance(value, enum):
+            kind = f"pass a member of {enum.__name__}, such as {next(iter(enum))}"
+            raise TypeError(f"fused_attn: {name} is {show(value)}; {kind}.")
+
+
+def _rngs(seed, rate: float, is_training: bool) -> dict[str, jax.Array] | None:
+    """The keys of a call. Raises ValueError where there is dropout, but no seed."""
+    check("fused_attn", "dropout_probability", rate, RATE)
+    if not is_training or rate == 0:
+        return None
+    if seed is None:
+        raise ValueError(
+            f"fused_attn: seed is None, but dropout_probability is {rate}; pass jax.random.key(number), or "
+            "is_training=False."
+        )
+    return {"dropout": _dropout_key(seed)}
 
 
 def _type_with_offset(softmax_type: AttnSoftmaxType, softmax_offset: jax.Array | None) -> AttnSoftmaxType:

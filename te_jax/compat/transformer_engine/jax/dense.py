@@ -11,8 +11,8 @@ from te_jax import layers
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
-from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
-from te_jax.core.check import warn_once
+from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, layer_options, noop_quantizer_set
+from te_jax.core.check import check, integer, tuple_of, warn_once
 
 __getattr__: GetAttr = absent("transformer_engine.jax.dense")
 
@@ -42,7 +42,7 @@ def dense(
     check_collective("dense", collective_op_set)
     contract = _count_contracted(x, kernel, contracting_dims)
     x, kernel = constrain(x, input_axes), constrain(kernel, kernel_axes)
-    y = layers.dense(x, kernel, bias, contract=contract, **quantizer_set._asdict())
+    y = layers.dense(x, kernel, bias, contract=contract, **layer_options("dense", quantizer_set))
     return constrain(y, output_axes)
 
 
@@ -68,14 +68,18 @@ def grouped_dense(
     """
     del precision, kernel_fsdp_info
     where = "grouped_dense"
+    check(where, "contracting_dims", contracting_dims, _DIMS)
     if tuple(map(tuple, contracting_dims)) != ((1,), (1,)):
         raise ValueError(f"{where}: contracting_dims are {contracting_dims}; pass x [T, K] and kernel [E, K, N].")
     if group_offset is not None:
         raise ValueError(f"{where}: group_offset is given, which te_jax has not; slice x and group_sizes.")
     if preferred_element_type is not None:  # The sum is rounded to x's type: exact for a wider one.
         x = x.astype(jnp.promote_types(x.dtype, preferred_element_type))
-    y = layers.grouped_dense(x, kernel, group_sizes, bias, **quantizer_set._asdict())
+    y = layers.grouped_dense(x, kernel, group_sizes, bias, **layer_options(where, quantizer_set))
     return y if preferred_element_type is None else y.astype(preferred_element_type)
+
+
+_DIMS = tuple_of(tuple_of(integer()), 2)
 
 
 def check_collective(where: str, given: CollectiveOpSet) -> None:
@@ -86,6 +90,10 @@ def check_collective(where: str, given: CollectiveOpSet) -> None:
 
 def _count_contracted(x, kernel, dims) -> int:
     """How many axes are contracted. Raises ValueError unless they are x's last and kernel's first, in order."""
+    check("dense", "contracting_dims", dims, _DIMS)
+    for a, axes in zip((x, kernel), dims):
+        if outside := [axis for axis in axes if not -a.ndim <= axis < a.ndim]:
+            raise ValueError(f"dense: contracting_dims has {outside[0]}, but the array has shape {a.shape}.")
     of_x, of_kernel = (tuple(axis % a.ndim for axis in axes) for a, axes in zip((x, kernel), dims))
     n = len(of_x)
     if of_x != tuple(range(x.ndim - n, x.ndim)) or of_kernel != tuple(range(n)):

@@ -6,6 +6,7 @@ import jax
 
 from te_jax import layers
 from te_jax.compat._absent import GetAttr, absent
+from te_jax.core.check import STRING, check
 from te_jax.flax._fields import norm_type as _norm_type
 from te_jax.ops.quantize.norm import KINDS
 
@@ -15,11 +16,12 @@ __getattr__: GetAttr = absent("transformer_engine.jax.layernorm")
 def canonicalize_norm_type(x: str) -> str:
     """A `norm_type` as "layernorm" or "rmsnorm", whatever its case, spaces around it, "-" and "_".
 
-    Raises ValueError for others.
+    Raises ValueError for others, TypeError for what is no string.
     """
+    check("canonicalize_norm_type", "norm_type", x, STRING)
     name = _norm_type(x.strip())
     if name not in KINDS:
-        raise ValueError(f'canonicalize_norm_type: x is {x!r}; pass "layernorm" or "rmsnorm".')
+        raise ValueError(f'canonicalize_norm_type: norm_type is {x!r}; pass "layernorm" or "rmsnorm".')
     return name
 
 

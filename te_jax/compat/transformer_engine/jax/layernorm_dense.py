@@ -6,7 +6,7 @@ from te_jax import layers
 from te_jax.compat._absent import GetAttr, absent
 from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as constrain
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
-from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, layer_options, noop_quantizer_set
 
 __getattr__: GetAttr = absent("transformer_engine.jax.layernorm_dense")
 
@@ -40,6 +40,6 @@ def layernorm_dense(
         norm=canonicalize_norm_type(norm_type),
         zero_centered_gamma=zero_centered_gamma,
         epsilon=epsilon,
-        **quantizer_set._asdict(),
+        **layer_options("layernorm_dense", quantizer_set),
     )
     return y

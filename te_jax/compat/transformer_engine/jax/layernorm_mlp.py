@@ -12,7 +12,7 @@ from te_jax.compat._axes import with_sharding_constraint_by_logical_axes as cons
 from te_jax.compat._collective import CollectiveOpSet, noop_collective_op_set
 from te_jax.compat.transformer_engine.jax.dense import check_collective
 from te_jax.compat.transformer_engine.jax.layernorm import canonicalize_norm_type
-from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, noop_quantizer_set
+from te_jax.compat.transformer_engine.jax.quantize.quantizer import QuantizerSet, layer_options, noop_quantizer_set
 from te_jax.core.check import warn_once
 from te_jax.core.policies import with_names
 
@@ -54,7 +54,7 @@ def layernorm_mlp(
             raise ValueError(
                 f"layernorm_mlp: {name} has {len(given or ())} entries; pass one for each of the two products."
             )
-    first, second = (each._asdict() for each in quantizer_sets)
+    first, second = (layer_options("layernorm_mlp", each, "quantizer_sets") for each in quantizer_sets)
     if first["recipe"] != second["recipe"]:
         raise ValueError(
             f"layernorm_mlp: quantizer_sets have the recipes {first['recipe']} and {second['recipe']}; give both one."

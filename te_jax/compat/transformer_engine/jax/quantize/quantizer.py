@@ -105,6 +105,15 @@ class QuantizerSet:
 
 
 noop_quantizer_set: QuantizerSet = QuantizerSet()
+_SET = Kind(
+    "what QuantizerFactory.create_set returns, or noop_quantizer_set", lambda given: isinstance(given, QuantizerSet)
+)
+
+
+def layer_options(where: str, given: QuantizerSet, name: str = "quantizer_set") -> dict:
+    """The keywords of a layer of te_jax. Raises TypeError, naming `where` and the argument, for other than a set."""
+    check(where, name, given, _SET)
+    return given._asdict()
 
 
 class QuantizerFactory:
