@@ -4,9 +4,10 @@ them, whichever module it is."""
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import jax
 from flax import linen as nn
 
 from te_jax.core.check import KnownFields, check_names, warn_once
@@ -58,23 +59,23 @@ def _with_check(call: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _reads_by_itself(cls: type[nn.Module]) -> bool:
     """Whether one call reads all parameters: a subclass's may read others, before or behind its base's."""
-    return sum("__call__" in vars(base) for base in cls.__mro__ if issubclass(base, KnownArguments)) == 1
+    return sum("__call__" in vars(base) for base in cls.__mro__ if base is not nn.Module) == 1
 
 
 def _warn_of_unused_variables(module: nn.Module) -> None:
     """Warns, once, of variables that `module` was given and did not read, such as those of a field that is off."""
     if module.scope is None or module.is_initializing() or not _reads_by_itself(type(module)):
         return
-    if getattr(module.parent, "scope", None) is module.scope:  # `nn.share_scope`: others are of the module around it
-        return
     held, read = module.variables, module.scope.reservations
     for collection in ("params", "expert_bias"):
         unread = [
             name
-            for name in held.get(collection, {})
+            for name, value in held.get(collection, {}).items()
             if not read.get(name, set()) & {None, collection}
             and name not in module.read_by_argument
             and f"{module.name}/{name}" not in getattr(module.parent, "read_by_argument", ())
+            and (leaves := jax.tree.leaves(value))
+            and not _is_of_another(module, collection, name, leaves[0])
         ]
         if unread:
             warn_once(
@@ -82,6 +83,28 @@ def _warn_of_unused_variables(module: nn.Module) -> None:
                 f"the collection {collection!r} has {', '.join(sorted(unread))}, which the fields of this module have "
                 "no use for; pass the fields that it was made with, or leave them out of the collection.",
             )
+
+
+def _is_of_another(module: nn.Module, collection: str, name: str, leaf: Any) -> bool:
+    """Whether a module around `module` or next to it holds this very variable, too, so that it may be what reads it:
+    they share a scope (`nn.share_scope`)."""
+    around = module.parent if isinstance(module.parent, nn.Module) else None
+    others = [around, *(vars(around).values() if around else ()), *_running()]
+    return any(
+        other is not module
+        and isinstance(other, nn.Module)
+        and other.scope is not None
+        and any(leaf is each for each in jax.tree.leaves(other.variables.get(collection, {}).get(name)))
+        for other in others
+    )
+
+
+def _running() -> Iterator[Any]:
+    """What has methods that are running, such as modules whose calls led here."""
+    frame = inspect.currentframe()
+    while frame:
+        yield frame.f_locals.get("self")
+        frame = frame.f_back
 
 
 @functools.cache

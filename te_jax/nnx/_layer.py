@@ -117,6 +117,7 @@ class Layer(nnx.Module):
                     )
         self.linen: nn.Module = self.linen_type(**fields, parent=None) if part is None else part
         self.submodules: tuple[tuple[str, nn.Module], ...] = ()  # Pairs (name, Linen module) of the submodules.
+        self.parameter_names: tuple[str, ...] = ()  # Names of the Linen module's own; a subclass may have more.
         if "deterministic" in call_signature(type(self.linen)).parameters:
             self.deterministic: bool = False
         self.rngs: Any = nnx.data(None)
@@ -165,6 +166,8 @@ class Layer(nnx.Module):
                     node.submodules = (*node.submodules, (part, linen))
                 node = vars(node)[part]
             setattr(node, name, _variable(collection, name, value))
+            if collection == "params":
+                node.parameter_names = (*node.parameter_names, name)
 
     def __call__(self, *args: Any, rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None, **kwargs: Any) -> Any:
         """The result of the Linen module's call with these arguments.
@@ -229,8 +232,11 @@ class Layer(nnx.Module):
         """{(collection, *path, name): value} of the variables, and {path: module} of the modules that replaced
         submodules. path: The path of this module."""
         submodules, variables, replaced = dict(self.submodules), {}, {}
+        of_user = not type(self).__call__.__module__.startswith("te_jax.")  # such a call may read more parameters
         for name, value in vars(self).items():
             if isinstance(value, nnx.Variable) and (collection := collection_of(value)):
+                if of_user and collection == "params" and name not in self.parameter_names:
+                    continue
                 variables[collection, *path, name] = value.get_value()
             elif name in submodules and isinstance(value, Layer) and value.linen == submodules[name]:
                 below = value._gather((*path, name))

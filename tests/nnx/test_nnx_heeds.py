@@ -4,6 +4,7 @@ import warnings
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from flax import nnx
 
@@ -68,3 +69,24 @@ def test_slices_of_state(model):
 
     with te.autocast(recipe=RECIPE), pytest.raises(TypeError, match="te_jax.nnx.value_and_grad: FP8 state is"):
         te_nnx.value_and_grad(loss)(model, X)
+
+
+class Scaled(te_nnx.DenseGeneral):
+    """A user's module, with a parameter of its own."""
+
+    def __init__(self, *args, rngs, **fields):
+        super().__init__(*args, rngs=rngs, **fields)
+        self.gain = nnx.Param(jnp.full(8, 2.0))
+
+    def __call__(self, inputs):
+        return super().__call__(inputs) * self.gain[...]
+
+
+def test_parameters_of_a_subclass_are_not_the_linen_modules(recwarn, monkeypatch):
+    monkeypatch.setattr("te_jax.core.check.told", set())
+    layer, x = Scaled(4, features=8, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    want = te_nnx.DenseGeneral(4, features=8, rngs=nnx.Rngs(0))(x)
+    np.testing.assert_array_equal(layer(x), 2 * want)
+    gradient = nnx.grad(lambda layer: layer(x).sum())(layer)
+    np.testing.assert_array_equal(gradient.gain[...], want.sum(0))
+    assert not recwarn

@@ -1,6 +1,7 @@
 """Probes of trees that do not fit: parameters that nobody reads, caches, biases of experts, names of axes."""
 
 from functools import cache
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -65,14 +66,65 @@ class Around(te_flax.DenseGeneral):
         return super().__call__(inputs) * self.param("own", nn.initializers.ones, ())
 
 
+class Before(nn.Module):
+    """A part of users' modules with a parameter of its own."""
+
+    @nn.compact
+    def __call__(self, inputs):
+        return super().__call__(inputs) * self.param("own", nn.initializers.ones, ())
+
+
+class Mixed(Before, te_flax.DenseGeneral):
+    pass
+
+
 class Shared(nn.Module):
     """Flax's way to give a parameter to another module's tree."""
 
     @nn.compact
     def __call__(self, inputs):
-        base = te_flax.DenseGeneral(8)
+        base = te_flax.DenseGeneral(16)
         nn.share_scope(self, base)
-        return base(inputs) * self.param("own", nn.initializers.ones, ())
+        return base(base(inputs)) * self.param("own", nn.initializers.ones, ())
+
+
+class SharedGiven(nn.Module):
+    """The same, of a module that was made outside, as adapters are."""
+
+    base: nn.Module
+
+    def setup(self):
+        nn.share_scope(self, self.base)
+
+    @nn.compact
+    def __call__(self, inputs):
+        return self.base(inputs) + self.param("own", nn.initializers.ones, ())
+
+
+class Adapted(nn.Module):
+    around: Any = SharedGiven
+
+    @nn.compact
+    def __call__(self, inputs):
+        return self.around(te_flax.DenseGeneral(8))(inputs)
+
+
+class Siblings(nn.Module):
+    """Two modules with one tree."""
+
+    def setup(self):
+        self.dense, self.norm = te_flax.DenseGeneral(8), te_flax.LayerNorm()
+        nn.share_scope(self.dense, self.norm)
+
+    def __call__(self, inputs):
+        return self.norm(self.dense(inputs))
+
+
+def nothing_at_names():
+    """Names without leaves, as what cuts trees apart leaves them."""
+    variables = te_flax.DenseGeneral(8, use_bias=False).init(KEY, jnp.ones(X.shape))
+    empty = {"params": {**variables["params"], "bias": None, "norm": {}}}
+    return te_flax.DenseGeneral(8, use_bias=False).apply(empty, jnp.ones(X.shape)).shape
 
 
 def silent(make):
@@ -97,7 +149,19 @@ UNREAD = [
         for cls in (DENSE, MHA, TRANSFORMER, MOE, MAMBA, DELTA)
     ),
     Probe("a subclass with a parameter of its own", silent(lambda: Around(8))),
-    Probe("a shared scope", silent(Shared)),
+    Probe("a subclass of two, with a parameter of one's own", silent(lambda: Mixed(8))),
+    *(
+        Probe(f"a shared scope, {name}", silent(make))
+        for name, make in {
+            "of two calls": Shared,
+            "in remat": lambda: nn.remat(Shared)(),
+            "in jit": lambda: nn.jit(Shared)(),
+            "of a module that is given": Adapted,
+            "of a module that is given, in remat": lambda: Adapted(nn.remat(SharedGiven)),
+            "of siblings": Siblings,
+        }.items()
+    ),
+    Probe("names without parameters", lambda: in_silence(nothing_at_names)),
 ]
 
 
