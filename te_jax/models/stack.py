@@ -277,7 +277,8 @@ class Model(Module):
                     f"{type(self).__name__}: {rows.whole} tokens, but max_positions is {c.max_positions}; pass "
                     "fewer, or positions."
                 )
-            if positions is not None and positions.shape not in (tokens.shape, tokens.shape[1:]):
+            s = tokens.shape[1]
+            if positions is not None and positions.shape not in (tokens.shape, (1, s), (s,)):
                 raise ValueError(
                     f"{type(self).__name__}: positions has the shape {positions.shape}; pass {tokens.shape}, as of "
                     "tokens."
