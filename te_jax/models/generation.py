@@ -263,7 +263,7 @@ def generate(
         raise ValueError(f"{name}: prompts has the shape {prompts.shape}; pass [b, s], s at least 1.")
     if key is None and sampling.temperature:
         raise ValueError(f"{name}: key is None, but {sampling} draws tokens; pass jax.random.key(seed), or GREEDY.")
-    if key is not None and not sampling.temperature:
+    if key is not None and sampling is GREEDY:  # the default; a temperature of 0 may be one that varies
         warn_once(name, f"key is given, but {sampling} draws no tokens; pass sampling=Sampling(), or leave it out.")
     b, s = prompts.shape
     limit = model.config.max_positions
