@@ -50,6 +50,8 @@ from te_jax.ops.experts.permute import group
 from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, collectives, global_shard_guard
 
+pytestmark = pytest.mark.usefixtures("on_host")
+
 PIECES = ExpertExchange(pieces=2)
 WIDE = 2 * 128  # features that can be cut in two
 

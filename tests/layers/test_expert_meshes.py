@@ -20,6 +20,8 @@ from te_jax.ops.router import RouterOptions
 from te_jax.sharding import MeshResource, collectives, global_shard_guard
 from te_jax.state import fp8
 
+pytestmark = pytest.mark.usefixtures("on_host")
+
 # -- inside a jax.shard_map ------------------------------------------------------------------------------------------
 
 

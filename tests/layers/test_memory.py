@@ -73,10 +73,16 @@ def test_experts_begin_nothing_early(platform):
 
 
 # Mixtral's step in bf16 has taken 6.90 GB since the derivative of a gated activation is one product, and 7.26 before.
-# In FP8 it takes 7.62 GB, as before.
-MISSED = pytest.mark.xfail(strict=True, reason="1.104 times that in bf16, of which the peak has become less")
+# In FP8 it takes 7.62 GB, as before. gpt-oss' step takes 4.22 and 4.48 GB.
+MISSED = {"Mixtral 8x7B 8192 tokens, balanced": 1.104, "gpt-oss-20b 8192 tokens, balanced": 1.061}
+
+
+def _missed(label):
+    return pytest.mark.xfail(strict=True, reason=f"{MISSED[label]} times that in bf16")
+
+
 MODELS = [
-    pytest.param(m, id=m.label, marks=[MISSED] if m.label == "Mixtral 8x7B 8192 tokens, balanced" else [])
+    pytest.param(m, id=m.label, marks=[_missed(m.label)] if m.label in MISSED else [])
     for m in experts.models(tiny=False)
     if not m.skewed
 ]
