@@ -7,6 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import linen as nn
 
 from te_jax.core.arrays import as_jax, known_values
 from te_jax.core.check import (
@@ -88,8 +89,10 @@ _GENERATE_ARGUMENTS = {
     "input_lengths": NONE | INTEGERS,
 }
 
+_DECODER = Kind("a Linen module that decodes, such as a CausalLM", lambda model: isinstance(model, nn.Module))
 _READ_ARGUMENTS = {
-    **{name: _GENERATE_ARGUMENTS[name] for name in ("model", "variables", "prompts")},
+    "model": _DECODER,
+    **{name: _GENERATE_ARGUMENTS[name] for name in ("variables", "prompts")},
     "lengths": INTEGERS,
     "slots": integer(1),
 }
@@ -99,7 +102,8 @@ _READ = Kind(
 )
 _CHOICE = Kind("a function (key, logits) -> tokens, such as Sampling().choose or GREEDY.choose", FUNCTION.is_type)
 _WRITE_ARGUMENTS = {
-    **{name: _GENERATE_ARGUMENTS[name] for name in ("model", "variables", "key")},
+    "model": _DECODER,
+    **{name: _GENERATE_ARGUMENTS[name] for name in ("variables", "key")},
     "lengths": INTEGERS,
     "state": _READ,
     "count": integer(0),
@@ -113,12 +117,13 @@ def _check_lengths(name: str, lengths: jax.Array, shape: tuple[int, ...]) -> Non
 
 
 def read_prompts(
-    model: Model, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
+    model: nn.Module, variables: Any, prompts: jax.Array, lengths: jax.Array, slots: int, **context: Any
 ) -> tuple[jax.Array, Any]:
     """(logits f32[b, V] of the token after each prompt, the cache).
 
-    model: a `CausalLM` or an `EncoderDecoder`. prompts: int[b, s], padded on the right. lengths: int[b]. slots: of the
-    cache, for prompts and what follows them. context: more arguments of the model's call.
+    model: a `CausalLM`, an `EncoderDecoder` or a Linen module that is called as they are. prompts: int[b, s], padded on
+    the right. lengths: int[b]. slots: of the cache, for prompts and what follows them. context: more arguments of the
+    model's call.
 
     Raises ValueError for a cache with tokens among `variables`: the prompts would be read as if they came after those,
     and for lengths of another shape; TypeError for arguments that are not of their kind.
@@ -169,7 +174,7 @@ def _has_tokens(cache) -> bool:
 
 
 def write_tokens(
-    model: Model,
+    model: nn.Module,
     variables: Any,
     state: Any,
     lengths: jax.Array,
