@@ -6,6 +6,7 @@ TransformerEngine's quantizers quantize arrays. The ones here tell what they wou
 from dataclasses import dataclass, fields
 from enum import Enum
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -110,7 +111,7 @@ _SET = Kind(
 )
 
 
-def layer_options(where: str, given: QuantizerSet, name: str = "quantizer_set") -> dict:
+def layer_options(where: str, given: QuantizerSet, name: str = "quantizer_set") -> dict[str, Any]:
     """The keywords of a layer of te_jax. Raises TypeError, naming `where` and the argument, for other than a set."""
     check(where, name, given, _SET)
     return given._asdict()
