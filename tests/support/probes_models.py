@@ -87,7 +87,7 @@ def write(**other):
 READS, WRITES = "te_jax.models.read_prompts: ", "te_jax.models.write_tokens: "
 GENERATION = [
     Probe("read", read()),
-    Probe("read by no model", read("gpt2"), T, f"{READS}model is 'gpt2'; pass a Linen module that decodes, such as a CausalLM"),
+    Probe("read by no model", read("gpt2"), T, f"{READS}model is 'gpt2'; pass a Linen module that decodes"),
     Probe("read without lengths", read(lengths=None), T, f"{READS}lengths is None; pass an integer array"),
     Probe("read one length", read(lengths=jnp.array([4])), V, rf"{READS}lengths has the shape \(1,\); pass \(2,\)"),
     Probe("read into '8' slots", read(slots="8"), T, f"{READS}slots is '8'; pass a positive int"),
