@@ -67,8 +67,8 @@ std::vector<Fp8Attention> KindsOf(const Fp8Attention& call, const Parts& parts) 
 }
 
 // The workspace begins with the amax of the probabilities, which cuDNN writes and nobody reads, or with the
-// amaxes of several parts of a backward pass, f32 [kAmaxes, parts]. Then comes the plans', aligned as an
-// allocation.
+// amaxes of several parts of a backward pass, f32 [kAmaxes, parts]. Then comes the plans' workspace, aligned
+// as an allocation.
 int64_t ScratchOf(const Parts& parts) {
   constexpr int64_t kAlignment = 256;
   return CeilDiv(kAmaxes * parts.count() * int64_t{sizeof(float)}, kAlignment) * kAlignment;
@@ -101,7 +101,7 @@ Status Describe(const Operands& given, Fp8Attention* a) {
   return {};
 }
 
-// Those of a part, of a call's.
+// The pointers of a part, from the pointers of the call.
 GraphPointers PointersOf(const Part& part, const Fp8Attention& call, GraphPointers pointers) {
   const int64_t head = part.head * (call.h / call.g), query = part.row * call.h + head;
   const int64_t queries = (part.row * call.s * call.h + head) * call.d;

@@ -19,8 +19,8 @@ SSM = _PREFIX + "ssm"
 QUANTIZED = _PREFIX + "quantized"
 KERNEL = _PREFIX + "quantized_kernel"
 STATISTICS = _PREFIX + "statistics"
-NAMES = (GEMM, ATTENTION, SSM, QUANTIZED, KERNEL, STATISTICS)
 _CONSTANTS = dict(GEMM=GEMM, ATTENTION=ATTENTION, SSM=SSM, QUANTIZED=QUANTIZED, KERNEL=KERNEL, STATISTICS=STATISTICS)
+NAMES = tuple(_CONSTANTS.values())
 
 
 def with_names(tree: Any, *names: str | None) -> Any:

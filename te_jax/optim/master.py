@@ -137,7 +137,7 @@ def apply_updates(params: Any, updates: Any) -> Any:
     """
     where = "te_jax.optim.apply_updates"
     is_leaf = lambda node: is_kernel(node) or isinstance(node, Requantized)
-    own, given = (jax.tree.structure(jax.tree.map(lambda _: 0, t, is_leaf=is_leaf)) for t in (params, updates))
+    own, given = (jax.tree.structure(tree, is_leaf=is_leaf) for tree in (params, updates))
     if own != given:
         raise ValueError(
             f"{where}: updates are of another tree than params, {show(given)} instead of {show(own)}; pass what the "

@@ -33,20 +33,21 @@ NAMES = (
 
 def _unknown(axes) -> list[str]:
     """The names among `axes` that look like te_jax's, but are not, and that no rule in force names."""
-    from flax import linen as nn  # as in `resolve_logical_axes`
-
     names = [name for entry in axes for name in (entry if isinstance(entry, tuple | list) else (entry,))]
     unknown = [name for name in names if name is not None and name.startswith(_OF_TE) and name not in NAMES]
-    return (
-        [name for name in unknown if name not in {rule[0] for rule in nn.get_logical_axis_rules()}] if unknown else []
-    )
+    if not unknown:
+        return []
+    from flax import linen as nn  # as in `resolve_logical_axes`
+
+    ruled = {rule[0] for rule in nn.get_logical_axis_rules()}
+    return [name for name in unknown if name not in ruled]
 
 
 def _hint(axes) -> str:
     unknown = _unknown(axes) if _AXES.accepts(axes) else []
-    return (
-        f"{unknown[0]!r} is none of te_jax's: {did_you_mean(unknown[0], NAMES) or ', '.join(NAMES)}" if unknown else ""
-    )
+    if not unknown:
+        return ""
+    return f"{unknown[0]!r} is none of te_jax's: {did_you_mean(unknown[0], NAMES) or ', '.join(NAMES)}"
 
 
 _AXES = tuple_of(NONE | STRING | tuple_of(STRING))
